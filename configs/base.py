@@ -82,6 +82,7 @@ def get_config() -> ConfigDict:
     config.model.rope = True  # rotary position embeddings; False: none (NoPE)
     config.model.attention_scale = 0.0  # factor on scores; 0: the width of queries and keys to the power -0.5
     config.model.score_cap = 0.0  # soft cap on scores: each becomes cap * tanh(score / cap); 0: none
+    config.model.qk_clip = 0.0  # largest score of a head; a step that exceeds it scales its projections down; 0: none
     config.model.sinks = False  # a trained logit of each head that softmax counts beside the scores, without a value
     config.model.rope_theta = 10000.0  # base of the wavelengths of rotary position embeddings
     config.model.rope_fraction = 1.0  # gqa: part of a head's dims that is rotated, the last of them

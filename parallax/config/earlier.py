@@ -22,7 +22,7 @@ ADDED = {
     "matmul_residuals matmul_scales matmul_ranges matmul_weight_gradients mlp norm dense kinds init_out rope "
     "attention_scale score_cap sinks embedding_scale residual_scale logit_scale logit_cap rope_fraction qk_norm_over "
     "qk_norm_after_rope qk_norm_scale shared_gate router_shift expert_activation expert_limit expert_bias "
-    "rope_truncate "
+    "rope_truncate qk_clip "
     "norm_scale norm_bias norm_place branches activation mlp_bias out_bias "
     "activation_limit rope_short_factors rope_long_factors lora_rank lora_alpha lora_on lora_dropout lora_base depth",
     "layout": "context order exchange expert_chunk_tokens",

@@ -239,6 +239,7 @@ class ModelConfig(Section, most=2**24, saved=True):
     rope: bool = key(True, "rotary position embeddings; False: none (NoPE)")
     attention_scale: float = key(0.0, "factor on scores; 0: the width of queries and keys to the power -0.5")
     score_cap: float = key(0.0, "soft cap on scores: each becomes cap * tanh(score / cap); 0: none")
+    qk_clip: float = key(0.0, "largest score of a head; a step that exceeds it scales its projections down; 0: none")
     sinks: bool = key(False, "a trained logit of each head that softmax counts beside the scores, without a value")
     rope_theta: float = key(10_000.0, "base of the wavelengths of rotary position embeddings", least=1 + 1e-6)
     rope_fraction: float = key(1.0, "gqa: part of a head's dims that is rotated, the last of them", least=1e-6, most=1)

@@ -37,7 +37,6 @@ from parallax.interop.hf_weights import ScaledTensor, Weight, WeightView
 from parallax.interop.merged import MergedParams
 from parallax.interop.mxfp4 import with_exponents
 from parallax.interop.safetensors import INDEX, in_pieces, read_model, write_model
-from parallax.sharding.parameter import Role
 from parallax.storage import files
 from parallax.storage.run_files import GENERATION_CONFIG, RECORD
 
@@ -325,7 +324,7 @@ def to_hf(
             params = MergedParams(params, rows, model)
         tensors: dict[str, HfTensor] = {}
         for here in export.plain_names(params.stored, model.layer_kinds).values():
-            if rows[here.name].spec.role == Role.MAXIMA:
+            if rows[here.name].spec.is_maximum:
                 collections.deque(params.pieces(here.name, here.index), maxlen=0)  # `check` requires that all are read
                 continue
             view = views[here.name]

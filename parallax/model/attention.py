@@ -1,5 +1,6 @@
 """Softmax attention, and grouped-query attention (Ainslie et al. 2023), with MHA and MQA as its two extremes."""
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -15,6 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from parallax.config.sections import ATTENTION, DIRECT
 from parallax.model.context import Context
 from parallax.model.dense import Dense
+from parallax.model.experts.router import with_gradients
 from parallax.model.families import ContextForm, Family
 from parallax.model.halo import reshard_seen
 from parallax.model.heads_norm import HeadsNorm
@@ -27,12 +29,18 @@ from parallax.model.mask import Mask
 from parallax.model.norm import RMSNorm
 from parallax.model.rope import rotate
 from parallax.sharding.activations import ROWS, SEQ, activation
-from parallax.sharding.collectives import cut, offset, reshard
+from parallax.sharding.collectives import cut, offset, reshard, vary_alike
 from parallax.sharding.layout import Layout
 from parallax.sharding.parameter import parameter
 from parallax.sharding.zigzag import context_ranks, reshard_in_order
 
 INTERMEDIATES = "intermediates"  # the name of Flax's collection
+LOGITS_SIDE = 512  # tokens on a side of a block of scores of which the largest is taken
+
+
+def as_it_is(x: Array, *others: Any) -> Array:
+    """x, in the place of a layer that a model does not have."""
+    return x
 
 
 def attend(
@@ -104,10 +112,11 @@ def attend_over_context(
     kernel: str,
     cap: float = 0.0,
     sinks: Array | None = None,
+    observe: Callable[..., Array] = as_it_is,
 ) -> Array:
     """`attend` from this context rank's queries to the keys of all ranks, [B, S, H, K]. `keys` is how cp shards seq of
     the given `k` and `v`: if cp shards it but the form needs whole rows, they are gathered, or exchanged for heads. A
-    ring sends what `blockwise_attention` says.
+    ring sends what `blockwise_attention` says. `observe` is LargestLogits, or returns the output as it is.
 
     Communication, all_gather:
         forward   all_gather of k and v over cp if they are cut over it
@@ -127,6 +136,7 @@ def attend_over_context(
     k, v = reshard_seen([(f"{held} -> {wanted}", heads) for heads in (k, v)], mask)
     sinks = None if sinks is None else cut(f"heads/tp -> {form.heads}", sinks)
     out = attend(q, k, v, mask, scale=scale, kernel=kernel, cap=cap, sinks=sinks)
+    out = observe(out, q, k, mask, scale, form.heads)
     return reshard_in_order(f"{core} -> {mine}", out, form.order)
 
 
@@ -231,6 +241,55 @@ def no_sinks() -> None:
     """In the place of Sinks."""
 
 
+class LargestLogits(nn.Module):
+    """The largest logit of each head in a step, 0 or more: a statistic, see `with_gradients`.
+
+    Communication:
+        forward   nothing
+        backward  nothing
+    """
+
+    sizes: Mapping[str, int]
+
+    @nn.compact
+    def __call__(self, out: Array, q: Array, k: Array, mask: Mask, scale: float, heads: str) -> Array:
+        """`out`, the result of attention of `heads`, which may be some of this rank's."""
+        zeros, mine = nn.initializers.zeros, "heads/tp"
+        of_heads = parameter(self, "of_heads", mine, self.sizes, zeros, role="logits", part=ATTENTION)
+        largest_H = checkpoint_name(largest_logits(q, k, mask, scale=scale), "core")
+        sizes = zip((heads, mine), (len(largest_H), len(of_heads)))
+        first, before = (offset(Layout.parse(layout), "heads", size) for layout, size in sizes)
+        largest_H, others, place = vary_alike((largest_H, jnp.zeros_like(of_heads), jnp.int32(first - before)))
+        return with_gradients(out, of_heads, lax.dynamic_update_slice_in_dim(others, largest_H, place, axis=0))
+
+
+def largest_logits(q_BSHJ: Array, k_BTGJ: Array, mask: Mask, *, scale: float) -> Array:
+    """The largest score of each head, float32 [H], of its queries with the keys that they attend to. It has no
+    gradient, and is computed in blocks. Keys are those of whole rows."""
+    queries, keys = q_BSHJ.shape[1], k_BTGJ.shape[1]
+    places_T = jnp.arange(keys)
+    places_S, segments_BS = mask.of_queries(queries, places_T)
+    q, k = lax.stop_gradient((_in_groups(q_BSHJ, k_BTGJ.shape[2]), k_BTGJ))
+    rows, columns = min(queries, LOGITS_SIDE), min(keys, LOGITS_SIDE)
+    blocks = itertools.product(range(0, queries, rows), range(0, keys, columns))
+    causal = [(row, column) for row, column in blocks if queries < keys or column < row + rows]
+    start_GM = jnp.full(q.shape[2:4], -jnp.inf, jnp.float32)
+    given = q, k, places_S, places_T, segments_BS, mask, start_GM
+    q, k, places_S, places_T, segments_BS, mask, start_GM = vary_alike(given)
+
+    def of_block(largest_GM: Array, starts: Array) -> tuple[Array, None]:
+        some = partial(lax.dynamic_slice_in_dim, start_index=starts[0], slice_size=rows)
+        others = partial(lax.dynamic_slice_in_dim, start_index=starts[1], slice_size=columns)
+        segments = some(segments_BS, axis=1), others(mask.segments_BN, axis=1)
+        seen_BST = mask.allows(some(places_S)[:, None], others(places_T)[None], *segments)
+        pair = some(q, axis=1), others(k, axis=1)
+        scores = scale * jnp.einsum("BSGMJ,BTGJ->BGMST", *pair, preferred_element_type=jnp.float32)
+        scores = jnp.where(seen_BST[:, None, None], scores, -jnp.inf)
+        return jnp.maximum(largest_GM, scores.max(axis=(0, 3, 4))), None
+
+    return lax.scan(of_block, start_GM, jnp.asarray(causal))[0].reshape(-1)
+
+
 class GQA(nn.Module):
     """Queries in `heads` heads, keys and values in `kv_heads`; all sharded over `tp` by heads.
 
@@ -277,6 +336,7 @@ class GQA(nn.Module):
     qk_norm_scale: str = DIRECT  # see `scaling` of RMSNorm
     qk_norm_after_rope: bool = False
     out_bias: bool = False  # of the output projection
+    clips: bool = False  # take the largest logits, by which heads are clipped
 
     def setup(self):
         x, out = self.family.input("d_model"), activation("heads/tp d_head")
@@ -295,6 +355,7 @@ class GQA(nn.Module):
         # Without a norm the backward pass does not read them, since rotation is linear.
         self.rotations = (rotate, as_it_is) if self.qk_norm_after_rope else (as_it_is, rotate)  # around the norms
         self.sink_logits = Sinks(self.sizes) if self.sinks else no_sinks
+        self.largest_logits = LargestLogits(self.sizes) if self.clips else as_it_is
         self.read_by_norm = partial(checkpoint_name, name="qk") if self.qk_norm else as_it_is
 
     def __call__(self, x: Array, context: Context) -> Array:
@@ -330,7 +391,8 @@ class GQA(nn.Module):
     def _attend(self, q: Array, k: Array, v: Array, mask: Mask) -> Array:
         k, v = (self._read_by_these_queries(heads, q.shape[2]) for heads in (k, v))
         form = self.family.context
-        return attend_over_context(form, q, k, v, mask, keys=SEQ, kernel=self.kernel, **self._scores)
+        shared = dict(keys=SEQ, kernel=self.kernel, observe=self.largest_logits)
+        return attend_over_context(form, q, k, v, mask, **shared, **self._scores)
 
     @property
     def _scores(self) -> dict[str, Any]:
@@ -349,8 +411,3 @@ class GQA(nn.Module):
             return kv
         first = offset(Layout.parse(activation("heads/tp d_head")), "heads", local_heads) // group
         return lax.dynamic_slice_in_dim(kv, first, wanted, axis=dim)
-
-
-def as_it_is(x: Array, *others: Any) -> Array:
-    """x, in the place of a layer that a model does not have."""
-    return x

@@ -47,6 +47,7 @@ def check_on_mesh(model: ModelConfig, settings: Settings, mesh: Any, schedule: S
     check_context(model, layout.context, sizes)
     check_kernel(model, mesh)
     check_matmul(model, layout, sizes)
+    check_qk_clip(model, settings, sizes)
     check_schedule_is_used(pipeline, sizes)
     check_stages(model, schedule)
     check_remat(model, pipeline.remat)
@@ -143,6 +144,37 @@ def check_matmul(model: ModelConfig, layout: LayoutConfig, axis_sizes: Mapping[s
         raise ConfigError(
             f"{asked}: with layout.context={layout.context!r} each of mesh.cp={cp} ranks would round its own summand "
             "of the gradients of all keys; use layout.context='ring' or 'ulysses', or model.matmul_parts='mlp'."
+        )
+
+
+def check_qk_clip(model: ModelConfig, settings: Settings, axis_sizes: Mapping[str, int]) -> None:
+    """Raise ConfigError if heads cannot be clipped by their largest logits."""
+    if not model.qk_clip:
+        return
+    asked, context, ranks = f"model.qk_clip={model.qk_clip}", settings.layout.context, axis_sizes.get(CONTEXT_AXIS, 1)
+    if model.attention not in ("mla", "gqa"):
+        raise ConfigError(
+            f"{asked} needs model.attention='mla' or 'gqa', not {quoted(model.attention)}; use qk_clip=0."
+        )
+    if any(block.qk_norm for block in model.blocks.values()):
+        raise ConfigError(
+            f"{asked} scales projections down, which model.qk_norm=True normalizes again; use qk_clip=0, or "
+            "qk_norm=False."
+        )
+    if model.score_cap:
+        raise ConfigError(
+            f"{asked}: model.score_cap={model.score_cap} bounds scores as it is; use qk_clip=0, or score_cap=0."
+        )
+    if ranks > 1 and CONTEXTS[context].meets == RING:
+        others = ", ".join(repr(name) for name, form in CONTEXTS.items() if form.meets != RING)
+        raise ConfigError(
+            f"{asked} needs the keys of whole rows, and layout.context={context!r} sends those of mesh.cp={ranks} "
+            f"ranks from rank to rank; use qk_clip=0, or layout.context in {{{others}}}."
+        )
+    if settings.optimizer.masters_on != "device":
+        raise ConfigError(
+            f"{asked} scales parameters after the update, and optimizer.masters_on="
+            f"{settings.optimizer.masters_on!r} keeps them elsewhere; use qk_clip=0, or masters_on='device'."
         )
 
 

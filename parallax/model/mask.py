@@ -76,16 +76,21 @@ class Mask(struct.PyTreeNode):
         if self.cursor is not None:
             places_S = self.cursor + jnp.arange(queries)
             segments_BS = lax.dynamic_slice_in_dim(self.segments_BN, self.cursor, queries, axis=1)
-        elif queries < len(places_N):
-            places_S, segments_BS = places(TOKENS, queries, self.order), own_tokens(self.segments_BN, 1, self.order)
         else:
-            places_S, segments_BS = places_N, self.segments_BN
+            places_S, segments_BS = self.of_queries(queries, places_N)
         if self.key_places is None:
             return self.allows(places_S[:, None], places_N[None, :], segments_BS, self.segments_BN)[:, None]
         places_1T = self.key_places[None, :]
         segments_BT = self.segments_BN[:, jnp.maximum(self.key_places, 0)]
         shown_BST = self.allows(places_S[:, None], places_1T, segments_BS, segments_BT) & (places_1T >= 0)[None]
         return shown_BST[:, None]
+
+    def of_queries(self, queries: int, places_N: Array) -> tuple[Array, Array]:
+        """Places in their rows, [S], and segments, [B, S], of this context rank's queries; `places_N` are those of
+        whole rows."""
+        if queries < len(places_N):
+            return places(TOKENS, queries, self.order), own_tokens(self.segments_BN, 1, self.order)
+        return places_N, self.segments_BN
 
     def same_segment(self) -> Array:
         """Whether tokens are of one segment, [B, 1, N, N]; for kernels that are causal themselves."""

@@ -16,7 +16,9 @@ from jax.experimental.layout import with_layout_constraint
 
 from parallax.config.sections import ATTENTION, COMPUTE, FIXED, ModelConfig
 from parallax.model.attention import (
+    LargestLogits,
     Sinks,
+    as_it_is,
     attend,
     attend_over_context,
     attend_to_cache,
@@ -87,6 +89,7 @@ class MLA(nn.Module):
     score_cap: float = 0.0
     sinks: bool = False
     out_bias: bool = False  # of the output projection
+    clips: bool = False  # take the largest logits, by which heads are clipped
 
     def setup(self):
         self.queries = self._query_layers()
@@ -103,6 +106,7 @@ class MLA(nn.Module):
         self.up_v = of_latent()
         kernel = self.family.back("heads/tp d_head")
         self.sink_logits = Sinks(self.sizes) if self.sinks else no_sinks
+        self.largest_logits = LargestLogits(self.sizes) if self.clips else as_it_is
         settings |= dict(bias=self.out_bias, scale=self.out_scale)
         self.out = (self.dense or Dense)(kernel, heads, self.residual, **settings)
 
@@ -113,7 +117,8 @@ class MLA(nn.Module):
         k, v = reshard_seen([*zip(moves, (latent, k_rope))], context.mask, self._expanded)
         form, mask, scores = self.family.context, context.mask, self._scores
         sow_intermediates(self, mask, q, k, cache={"latent": latent, "k_rope": k_rope}, **scores)
-        seen = attend_over_context(form, q, k, v, mask, keys=self._seq_of_keys, kernel=self.kernel, **scores)
+        shared = dict(keys=self._seq_of_keys, kernel=self.kernel, observe=self.largest_logits)
+        seen = attend_over_context(form, q, k, v, mask, **shared, **scores)
         return self.out(seen)
 
     def decode(self, x: Array, context: Context, cache: dict) -> tuple[Array, dict]:

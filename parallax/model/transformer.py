@@ -184,7 +184,7 @@ class Block(nn.Module):
         shared |= {"temperature": m.score_factor * temperature, "out_scale": self._out_scale}
         shared |= {"norm_eps": m.norm_eps, "matmul": self._matmul(ATTENTION)}
         shared |= {"matmul_residuals": m.matmul_residuals, "dense": self._dense}
-        choices = {name: getattr(m, name) for name in ATTENTION_CHOICES}
+        choices = {name: getattr(m, name) for name in ATTENTION_CHOICES} | {"clips": bool(m.qk_clip)}
         if m.attention == "mla":
             return MLA(
                 **shared,
@@ -192,6 +192,7 @@ class Block(nn.Module):
                 out_bias=m.out_bias,
                 score_cap=m.score_cap,
                 sinks=m.sinks,
+                clips=bool(m.qk_clip),
             )
         shared |= {"kv": self.kv, "qk_norm": m.qk_norm}
         return _made("model.attention", m.attention, {"gqa": partial(GQA, **choices)}, **shared)
@@ -288,12 +289,14 @@ class Parts(NamedTuple):
         return declare(self.embedding, blocks, self.head)
 
     def declared_in_8_bits(self) -> dict[str, Any]:
-        """The same with every product in 8 bits that may be: all scales that a checkpoint of this model may have."""
+        """The same with every product in 8 bits that may be, and with largest logits: all maxima of steps that a
+        checkpoint of this model may have."""
 
         def in_8_bits(block: Block) -> Block:
             products = dict(matmul="int8", matmul_parts=" ".join(MATMUL_PARTS), matmul_scales=DELAYED, matmul_ranges="")
             products |= dict(init_out="scaled")  # which has no effect on what is declared
             products |= dict(lora_base=LORA_BASES[0])  # a kernel that rests in 8 bits has no such scales
+            products |= dict(qk_clip=1.0)
             return block.clone(model=dataclasses.replace(block.model, **products))
 
         return self._replace(blocks={kind: in_8_bits(block) for kind, block in self.blocks.items()}).declared()

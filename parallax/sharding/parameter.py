@@ -31,8 +31,9 @@ def in_32_bits() -> contextlib.ContextDecorator:
 
 
 class Role(enum.StrEnum):
-    """What a parameter does. The last two follow from a statistic of each step: the largest magnitudes of an 8-bit
-    product's operands, or how many tokens each expert got. A layer's vjp returns it in the place of a gradient."""
+    """What a parameter does. The last three follow from a statistic of each step: the largest magnitudes of an 8-bit
+    product's operands, how many tokens each expert got, or each head's largest attention logit. A layer's vjp returns
+    it in the place of a gradient."""
 
     WEIGHT = "weight"
     NORM = "norm"
@@ -40,6 +41,7 @@ class Role(enum.StrEnum):
     TABLE = "table"
     MAXIMA = "maxima"
     COUNTS = "counts"
+    LOGITS = "logits"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +66,12 @@ class ParameterSpec:
 
     @property
     def is_statistic(self) -> bool:
-        return self.role in (Role.MAXIMA, Role.COUNTS)
+        return self.is_maximum or self.role == Role.COUNTS
+
+    @property
+    def is_maximum(self) -> bool:
+        """Whether it is the maximum of microbatches and devices, and not a sum."""
+        return self.role in (Role.MAXIMA, Role.LOGITS)
 
     @property
     def is_trained(self) -> bool:

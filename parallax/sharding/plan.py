@@ -480,7 +480,7 @@ class ShardingPlan:
             shares = self._scatter(scope, used, moves, [given[index] for index in members])
             for index, row, share in zip(members, used, shares, strict=True):
                 total = sums[index]
-                if row.spec.role == Role.MAXIMA:
+                if row.spec.is_maximum:
                     sums[index] = total.at[place].max(share.astype(total.dtype))
                 elif (row.grads, row.grads_on) == ("float32", DEVICE):
                     sums[index] = total.at[place].add(share.astype(total.dtype))
@@ -630,7 +630,7 @@ class ShardingPlan:
                     leaves[index] = map_slots(partial(collectives.sum_over, axes=axes), leaves[index])
                 continue
             alone = index if leaves[index].size > SMALL else None
-            combine = collectives.max_over if row.spec.role == Role.MAXIMA else collectives.sum_over
+            combine = collectives.max_over if row.spec.is_maximum else collectives.sum_over
             messages[combine, axes, alone, leaves[index].dtype].append(index)
         for (combine, axes, *_), members in messages.items():
             if len(members) == 1 or not axes:

@@ -5,17 +5,26 @@ The communication of an update, for Muon's products and the norm, is written her
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+from einops import rearrange
 from jax import Array, lax
 from jax.sharding import PartitionSpec as P
 
 from parallax.config.sections import OptimizerConfig
 from parallax.errors import ConfigError, quoted
-from parallax.sharding.collectives import all_gather, as_varying, bound_axis_sizes, sum_over, varying_axes
+from parallax.sharding.collectives import (
+    all_gather,
+    as_varying,
+    bound_axis_sizes,
+    ranks_over,
+    sum_over,
+    varying_axes,
+)
 from parallax.sharding.host import is_on_host
 from parallax.sharding.layout import Layout
 from parallax.sharding.parameter import ParameterSpec, Role, in_32_bits
@@ -187,26 +196,91 @@ def orthogonalized(path: Any, x: Array, row: ParameterPlan, coefficients: Array)
 
 def newton_schulz(x: Array, coefficients: Array, *, layout: Layout, dims: Any, tall: bool) -> Array:
     """Five rounds of `a X + (b G + c G²) X` with `G = X Xᵀ` for each matrix X, which is first scaled to norm 1. A
-    `tall` matrix is transposed, so that G is small. Each device computes its own rows of G and X. `dims` are those of
-    `muon_dims`.
+    `tall` matrix is transposed, so that G is small. `dims` are those of `muon_dims`.
+
+    Ranks that share matrices deal them, so that each has some whole ones. Over axes that still cut X, each device
+    computes its own rows of G and X.
 
     Communication:
-        forward   all_reduce of the squares' sum over the axes of x; in each round all_gather of X over the axes that
-                  cut rows, all_reduce of G over the axes that cut columns, all_gather of G over the axes of rows
+        forward   all_to_all of x over `dealt_axes`, before and after; over the other axes of x all_reduce of the
+                  squares' sum, and in each round all_gather of X over those of rows, all_reduce of G over those of
+                  columns, all_gather of G over those of rows
     """
     row_axes, column_axes = (tuple(axis for dim in group for axis in layout.axes[dim]) for group in dims)
-    matrices = x.reshape(-1, *(math.prod(x.shape[dim] for dim in group) for group in dims))
+    pieces = x.reshape(-1, *(math.prod(x.shape[dim] for dim in group) for group in dims))
     if tall:
-        matrices, row_axes, column_axes = matrices.mT, column_axes, row_axes
+        pieces, row_axes, column_axes = pieces.mT, column_axes, row_axes
+    dealt = dealt_axes((*row_axes, *column_axes), len(pieces))
+    matrices = deal(pieces, dealt, row_axes, column_axes)
+    still = [tuple(axis for axis in axes if axis not in dealt) for axes in (row_axes, column_axes)]
+    matrices = _rounds(matrices, coefficients.astype(x.dtype), *still)
+    pieces = return_pieces(matrices, dealt, row_axes, column_axes)[: len(pieces)]
+    return (pieces.mT if tall else pieces).reshape(x.shape)
+
+
+def _rounds(matrices: Array, coefficients: Array, row_axes: Sequence[str], column_axes: Sequence[str]) -> Array:
     all_rows = functools.partial(all_gather, f"layers {'/'.join(('rows', *row_axes))} columns -> layers rows columns")
     squares = sum_over(jnp.sum(jnp.square(matrices), (1, 2), keepdims=True), (*row_axes, *column_axes))
     matrices = matrices / (jnp.sqrt(squares) + MUON_EPS)
-    a, b, c = coefficients.astype(x.dtype)
+    a, b, c = coefficients
     for _ in range(MUON_ROUNDS):
         every = all_rows(matrices)
         gram = sum_over(matrices @ every.mT, column_axes)
         matrices = a * matrices + (b * gram + c * gram @ all_rows(gram)) @ every
-    return (matrices.mT if tall else matrices).reshape(x.shape)
+    return matrices
+
+
+def dealt_axes(cut_by: Sequence[str], matrices: int) -> tuple[str, ...]:
+    """The axes over which ranks deal their matrices, of those that cut them: the outermost, and further ones while
+    every rank has a matrix. One matrix stays as it is: a rank alone would compute what all share."""
+    dealt, ranks = (), 1
+    for axis, size in bound_axis_sizes().items():
+        if axis in cut_by and (ranks * size <= matrices or ranks == 1 < matrices):
+            dealt, ranks = (*dealt, axis), ranks * size
+    return dealt
+
+
+def deal(pieces: Array, dealt: Sequence[str], row_axes: Sequence[str], column_axes: Sequence[str]) -> Array:
+    """From each rank's piece of every matrix, [matrices, rows, columns], to whole matrices of each rank. Zeros make up
+    for matrices that the ranks do not divide.
+
+    Communication:
+        forward   all_to_all of the pieces over the axes
+    """
+    if not dealt:
+        return pieces
+    pieces = jnp.pad(pieces, ((0, -len(pieces) % ranks_over(dealt)), (0, 0), (0, 0)))
+    by_rank, whole = _dims_of_dealt(dealt, row_axes, column_axes)
+    received = lax.all_to_all(pieces, tuple(dealt), split_axis=0, concat_axis=0, tiled=True)
+    return rearrange(received, f"{by_rank} -> {whole}", **_sizes(dealt))
+
+
+def return_pieces(matrices: Array, dealt: Sequence[str], row_axes: Sequence[str], column_axes: Sequence[str]) -> Array:
+    """The way back from `deal`.
+
+    Communication:
+        forward   all_to_all of the matrices over the axes
+    """
+    if not dealt:
+        return matrices
+    by_rank, whole = _dims_of_dealt(dealt, row_axes, column_axes)
+    pieces = rearrange(matrices, f"{whole} -> {by_rank}", **_sizes(dealt))
+    return lax.all_to_all(pieces, tuple(dealt), split_axis=0, concat_axis=0, tiled=True)
+
+
+def _dims_of_dealt(dealt: Sequence[str], row_axes: Sequence[str], column_axes: Sequence[str]) -> tuple[str, str]:
+    """Dims as einops has them, by rank and in whole matrices.
+
+    >>> _dims_of_dealt(("dp", "tp"), ("dp",), ("tp",))
+    ('(dp tp matrices) rows columns', 'matrices (dp rows) (tp columns)')
+    """
+    rows, columns = ([axis for axis in axes if axis in dealt] for axes in (row_axes, column_axes))
+    by_rank = f"({' '.join(dealt)} matrices) rows columns"
+    return by_rank, f"matrices ({' '.join((*rows, 'rows'))}) ({' '.join((*columns, 'columns'))})"
+
+
+def _sizes(axes: Sequence[str]) -> dict[str, int]:
+    return {axis: size for axis, size in bound_axis_sizes().items() if axis in axes}
 
 
 def clip_by_norm(largest: float) -> optax.GradientTransformationExtraArgs:

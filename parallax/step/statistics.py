@@ -18,12 +18,15 @@ def with_statistics(
 ) -> Any:
     """Parameters after a step with these statistics; `rows` are `plan.statistics`.
 
-    Scales of 8-bit products follow from the largest magnitudes, biases of routers that are not frozen from the counts.
+    Scales of 8-bit products follow from the largest magnitudes, biases of routers that are not frozen from the counts;
+    largest logits are kept as they are.
     """
     after, structure = named_leaves(params), jax.tree.structure(params)
     for name, row in rows.items():
         if row.spec.role == Role.MAXIMA:
             after[name] = latest_amax(statistics[name], after[name])
+        elif row.spec.role == Role.LOGITS:
+            after[name] = statistics[name]
         elif not row.spec.frozen:
             after[name] = balanced(after[name], statistics[name], balance_rate)
     return jax.tree.unflatten(structure, after.values())

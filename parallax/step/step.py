@@ -27,6 +27,7 @@ from parallax.step.expert_load import counts_of
 from parallax.step.guard import GuardState, init_guard, judge
 from parallax.step.low_precision import Blocks, check_blocks, has_blocks, narrowed, widened
 from parallax.step.optimizer import global_norm, make_optimizer
+from parallax.step.qk_clip import check_clipped, max_logit_of, with_clipped_heads
 from parallax.step.statistics import with_statistics
 from parallax.step.streaming import check_streams, map_kept, update_by_layer
 
@@ -66,6 +67,7 @@ def abstract_state(model: ShardedModel, tx: optax.GradientTransformation) -> Tra
     check_blocks(shapes, model.shardings)
     check_streams(model, shapes)
     check_frozen(model, shapes)
+    check_clipped(model)
     opt_state = map_kept(place_kept, place, shapes, params, model.states_shardings)
     guard = jax.tree.map(place, jax.eval_shape(init_guard))
     return TrainState(place(jax.ShapeDtypeStruct((), jnp.int32)), params, opt_state, guard)
@@ -144,11 +146,11 @@ class TrainStep:
 
     Metrics are float32 scalars on device: loss, tokens, grad_norm; skipped, 1 if the guard skipped the step;
     skipped_steps, the number of all skipped steps; in_a_row, the number of consecutive non-finite steps. A model with
-    experts has expert_counts, an array: see `counts_of`. With a batch that has groups, as those of a mixture have the
-    sources, there are the arrays group_losses and group_tokens: see ShardedModel.loss. A batch must be as in
-    parallax.model.batch (DataError); `take` does the same without checking its values. `seed` is that of dropout; for
-    `guard` see `judge`. `batch_shape` is (global_batch, seq) of the batches that it is made for, which reports read;
-    None if that is not known. `groups` is the number of groups of its batches.
+    experts has expert_counts, an array: see `counts_of`; one with model.qk_clip has attention/max_logit. With a batch
+    that has groups, as those of a mixture have the sources, there are the arrays group_losses and group_tokens: see
+    ShardedModel.loss. A batch must be as in parallax.model.batch (DataError); `take` does the same without checking its
+    values. `seed` is that of dropout; for `guard` see `judge`. `batch_shape` is (global_batch, seq) of the batches that
+    it is made for, which reports read; None if that is not known. `groups` is the number of groups of its batches.
     """
 
     def __init__(
@@ -218,7 +220,7 @@ class TrainStep:
             params, opt_state = updated_if(passes, update, kept, given, in_loop=in_loop)
             counts = {"skipped": ~passes, "skipped_steps": guard.skipped, "in_a_row": guard.in_a_row}
             metrics |= {name: count.astype(jnp.float32) for name, count in counts.items()}
-            metrics |= counts_of(self.model, statistics)
+            metrics |= counts_of(self.model, statistics) | max_logit_of(self.model, statistics)
         return TrainState(state.step + 1, params, opt_state, guard), metrics
 
     def grad_norm(self, grads: Any, statistics: Mapping[str, Array]) -> Array:
@@ -260,7 +262,8 @@ class TrainStep:
             else:
                 updated, opt_state = update(params, opt_state, grads)
         rate = self.model.settings.optimizer.balance_rate
-        return with_statistics(self.model.plan.statistics, updated, statistics, rate), opt_state
+        updated = with_statistics(self.model.plan.statistics, updated, statistics, rate)
+        return with_clipped_heads(self.model, updated, statistics), opt_state
 
 
 def updated_if(passes: Array, update: Callable, kept: tuple[Any, Any], given: tuple, *, in_loop: bool) -> Any:

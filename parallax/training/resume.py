@@ -30,7 +30,7 @@ from parallax.model.transformer import Parts
 from parallax.processes.job import barrier, is_first
 from parallax.sharding.eight_bits import rounded_columns
 from parallax.sharding.layout import Layout
-from parallax.sharding.parameter import ParameterSpec, Role, layouts_of, specs_of
+from parallax.sharding.parameter import ParameterSpec, layouts_of, specs_of
 from parallax.storage.files import PlainPath, read_bytes
 from parallax.storage.run_files import GENERATION_CONFIG, RECORD, RunFiles
 from parallax.training.folder import RunFolder, has_content
@@ -220,15 +220,15 @@ def load_params(
     initial: Mapping[str, Any] | None = None,
 ) -> Any:
     """The parameters of another run's newest checkpoint, with the shardings and dtypes of `wanted`, those of the model
-    of `parts`; float32 is rounded to the nearest bfloat16. Scales of 8-bit products that one of the two lacks are left
-    out, or are zeros. With `initial`, parameters that the checkpoint lacks have these values: adapters, say. Kernels
-    that rest in 8 bits here are rounded if they do not there.
+    of `parts`; float32 is rounded to the nearest bfloat16. Maxima of steps, as scales of 8-bit products, that one of
+    the two lacks are left out, or are zeros. With `initial`, parameters that the checkpoint lacks have these values:
+    adapters, say. Kernels that rest in 8 bits here are rounded if they do not there.
 
     CheckpointError if it was trained with another tokenizer, or has adapters that this model has not.
     """
     checkpoints, wanted_arrays = RunFiles(source).checkpoints, flatten(wanted)
     specs = flatten(specs_of(parts.declared_in_8_bits()))
-    scales = {name for name, spec in specs.items() if spec.role == Role.MAXIMA}
+    scales = {name for name, spec in specs.items() if spec.is_maximum}
     manifest = read_manifest(checkpoints, latest_step(checkpoints))
     _check_adapters(manifest, settings, source)
     stored = manifest["arrays"].get("params", {})

@@ -19,6 +19,7 @@ from parallax.pipeline import GROUP_LOSSES, GROUP_TOKENS
 from parallax.processes import job
 from parallax.step.expert_load import EXPERT_COUNTS, load_values
 from parallax.step.optimizer import learning_rate
+from parallax.step.qk_clip import MAX_LOGIT
 from parallax.storage.run_files import COMPILE_SECS, EVAL_LOSS_OF, TASK_RESULT, TRAIN_LOSS_OF
 from parallax.training.divergence import SkippedSteps
 from parallax.training.logger import RunLogger
@@ -111,6 +112,7 @@ class StepReports:
         values |= {f"{TRAIN_LOSS_OF}{name}": loss for name, loss in of_sources.items()}
         values["train/learning_rate"] = self.rates(updates)
         values |= self.skips.note(ended.step, metrics)
+        values |= {name: metrics[name] for name in metrics if name == MAX_LOGIT}
         if counts is not None:
             values |= load_values(counts, self.settings.model.layer_bases, table=self.is_logged(ended.step))
         if self.skips.too_many(metrics):

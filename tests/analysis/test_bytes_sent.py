@@ -339,12 +339,13 @@ def test_what_the_update_sends_is_what_is_compiled(mesh, optimizer, changes):
         assert one.direction == "update" and one.source.startswith("parallax/step/optimizer.py:")
         axes = tuple(axis for axis in one.axes if model.axis_sizes[axis] > 1)
         traced[axes, one.kind] += one.total_bytes
+        messages[axes, one.kind] += one.count
     traced = +traced  # without what sends nothing
     for one in read_compiled(update.lower(state, state.params).compile(), model.mesh).collectives:
         compiled[one.axes, one.kind] += one.bytes * one.count
         messages[one.axes, one.kind] += one.count
     assert traced.keys() == compiled.keys()
-    for key in traced:  # an all-reduce's share of one number is no whole number of bytes: that of a message is rounded
+    for key in traced:  # an all-reduce's share of one number is no whole number of bytes: each message is rounded
         assert traced[key] == pytest.approx(compiled[key], abs=messages[key])
     if optimizer == "adamw":
         cuts = [math.prod(model.axis_sizes[a] for a in leaf.used_axes()) for leaf in jax.tree.leaves(model.layouts)]
@@ -352,14 +353,24 @@ def test_what_the_update_sends_is_what_is_compiled(mesh, optimizer, changes):
         assert traced.total() == pytest.approx(expected, abs=len(traced)), "one number of each parameter"
 
 
-def test_muon_sends_the_rows_and_products_of_its_matrices():
-    """A matrix of d_model=32 rows over dp, 64 columns over tp, in each of 2 layers: G has 32 x 32 entries."""
-    model = build((1, 2, 2), attention="gqa", layers=2, d_model=32, d_ff=64)
+# Of a matrix of d_model=32 rows over dp and d_ff=64 columns over tp, each device has 16 x 32 entries.
+SENT_BY_MUON = {
+    # As many layers as ranks: each has a whole matrix.
+    4: {("all-to-all", ("dp", "tp")): 2 * 4 * 16 * 32 * 3 / 4},
+    # Dealt over dp: columns are over tp, and G has 32 x 32 entries. Before, one number.
+    2: {("all-to-all", ("dp",)): 2 * 2 * 16 * 32 / 2, ("all-reduce", ("tp",)): 2 / 2 * (5 * 32 * 32 + 1)},
+    # One matrix stays as it is: own rows of X, and twice of G.
+    1: {
+        ("all-gather", ("dp",)): 5 * (16 * 32 + 16 * 32),
+        ("all-reduce", ("tp",)): 5 * 16 * 32,
+        ("all-reduce", ("dp", "tp")): 2 * 3 / 4,
+    },
+}
+
+
+@pytest.mark.parametrize("layers", SENT_BY_MUON)
+def test_muon_sends_its_matrices_once_each_way_or_their_rows_and_products(layers):
+    model = build((1, 2, 2), attention="gqa", layers=layers, d_model=32, d_ff=64)
     tx = make_optimizer(optimizer_config(name="muon", warmup_steps=0), 10, model.plan.rows)
     found = [one for one in update_collectives(TrainStep(model, tx, seed=0)) if one.module == "mlp/gate"]
-    entries = {
-        ("all-gather", ("dp",)): 5 * 2 * (16 * 32 + 16 * 32),  # own rows of X, and of G
-        ("all-reduce", ("tp",)): 5 * 2 * (16 * 32),  # own rows of G
-        ("all-reduce", ("dp", "tp")): 2 * 2 * 3 / 4,
-    }
-    assert bytes_by(found, "kind", "axes") == {key: 4 * number for key, number in entries.items()}
+    assert bytes_by(found, "kind", "axes") == {key: 4 * number for key, number in SENT_BY_MUON[layers].items()}
