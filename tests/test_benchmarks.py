@@ -44,6 +44,7 @@ RUNS = {
     "gpus.py": r"\| `tiny_gqa` \| H100:1x8 \| fits \|( [\d.]+ MiB \|){2} [\d.e-]+ s \| \d+ % \| [\d.]+ MiB \| .* \|",
     "guard.py": r"CPU time +with / without +\d+\.\d{3}",
     "hf_table.py": r"\| \w+ \| 1·1·1 \| \d\.\de-\d+ \|.*",
+    "large.py": r"\| tiny_gqa \| 2xv5p:2x2x1 \| replica 2 dp 4; .* \| [\d.]+ KiB \| 0\.00 s \| .* GB/s \|",
     "llmq.py": r"\| H100:1 \| bf16 \| bfloat16 \| \[1\]\(.*\) \| 100% \| 0\.\d \| [\d,]+ \| \d+% \| - \| - \| - \|",
     "tasks.py": r"\| sentences \| brier_score \| \d\.\d{6} \| \d\.\d{6} \|",
     "mixture.py": r"worst share 0\.\d{3} rows",
@@ -87,6 +88,7 @@ NEED_TRANSFORMERS = {"hf_table.py": ("torch", "transformers"), "tasks.py": ("tor
 PROCESSES = ("curves.py", "curves.py --recipes", "options.py --here", "recipes.py", "soak.py", "step.py")
 # The others compile seconds of programs: those are run always that share the least.
 SECONDS = (
+    "large.py",
     "bare.py",
     "compile_time.py",
     "context.py",

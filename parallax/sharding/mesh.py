@@ -109,17 +109,28 @@ def place_devices(config: MeshConfig, devices: Sequence[jax.Device]) -> np.ndarr
     split = [part for _, part in pieces]
     if slices == 1:
         return mesh_utils.create_device_mesh(split, devices, allow_split_physical_axes=True).reshape(shape)
+    axis = axis_between_slices(sizes, slices)
+    outer = [slices if name == axis else 1 for name, _ in pieces]
+    inner = [size // times for size, times in zip(split, outer)]
+    return mesh_utils.create_hybrid_device_mesh(inner, outer, devices, allow_split_physical_axes=True).reshape(shape)
+
+
+def axis_between_slices(sizes: Mapping[str, int], slices: int) -> str:
+    """The axis that crosses the network between slices: replica, or else pp. ConfigError if neither divides over them.
+
+    >>> axis_between_slices({"pp": 4, "dp": 8, "replica": 2}, 2), axis_between_slices({"pp": 4, "dp": 8}, 2)
+    ('replica', 'pp')
+    """
     axis = next((axis for axis in SLOW_AXES if sizes.get(axis, 1) % slices == 0), None)
     if axis is None:
         written = " and ".join(f"mesh.{axis}={sizes.get(axis, 1)}" for axis in SLOW_AXES)
         instead = f": with mesh.replica={slices} mesh.dp={sizes['dp'] // slices}" if sizes["dp"] % slices == 0 else ""
+        chips = math.prod(sizes.values()) // slices
         raise ConfigError(
-            f"{written}: neither divides over {slices} slices of {len(devices) // slices} chips, and other axes send "
-            f"too much for the network between them; make one a multiple of {slices}{instead}"
+            f"{written}: neither divides over {slices} slices of {chips} chips, and other axes send too much for the "
+            f"network between them; make one a multiple of {slices}{instead}"
         )
-    outer = [slices if name == axis else 1 for name, _ in pieces]
-    inner = [size // times for size, times in zip(split, outer)]
-    return mesh_utils.create_hybrid_device_mesh(inner, outer, devices, allow_split_physical_axes=True).reshape(shape)
+    return axis
 
 
 def torus_pieces(sizes: Mapping[str, int]) -> list[tuple[str, int]]:

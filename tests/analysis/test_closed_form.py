@@ -59,6 +59,16 @@ def test_a_pipeline_with_a_divided_backward_pass_has_the_price_of_its_traced_ste
     assert found.bubble == step.bubble
 
 
+def test_layers_traced_for_one_slice_are_those_of_several():
+    slices, mesh = read_topology("2xv5e:2x2"), {"dp": 4, "replica": 2}
+    one = ClosedForm(settings_of(mesh={"dp": 4}), read_topology("v5e:2x2"))
+    one.estimate(Choice.of(one.settings))
+    several, known = ClosedForm(settings_of(mesh=mesh), slices, one.layers), dict(one.layers)
+    step = predict(several.settings, slices)
+    assert several.estimate(Choice.of(several.settings)).secs == pytest.approx(step.secs, rel=TIME_WITHIN)
+    assert one.layers == known and {"replica", "pp replica"} <= {*step.exposed_secs}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("topology", "changes"),
@@ -69,6 +79,7 @@ def test_a_pipeline_with_a_divided_backward_pass_has_the_price_of_its_traced_ste
         ("v5e:2x4", MIXTURE),
         ("v5e:2x4", dict(model_of_windows=True)),
         ("H100:1x8", dict(d_head=64, seq=256)),
+        ("2xv5e:2x2", dict(mesh={"dp": 4, "replica": 2})),
     ],
 )
 def test_layouts_drawn_at_random_have_the_price_of_their_traced_step(topology, changes):

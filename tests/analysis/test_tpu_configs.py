@@ -12,7 +12,8 @@ from parallax.hardware.chips import CHIPS
 
 ROOT = Path(__file__).parents[2]
 NAMES = {path.stem for path in (ROOT / "configs").glob("*.py")} - {"saved", "__init__"}
-CONFIGS = sorted(name for name in NAMES if not name.startswith(("gpu_", "gpt_")))  # which are for GPUs
+# The others are for GPUs, or for 256 chips and more, which take many minutes each.
+CONFIGS = sorted(name for name in NAMES if not name.startswith(("gpu_", "gpt_", "llama3_", "deepseek_v3", "qwen3_")))
 TPUS = [name.split()[1] for name, chip in CHIPS.items() if chip.torus_dims]
 
 # What docs/plan.md and docs/measured/plan.md show.

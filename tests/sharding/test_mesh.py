@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parallax.analysis.planned.topology import read_topology
+from parallax.analysis.planned.topology import read_topology, route
 from parallax.config.sections import AXES, MeshConfig
 from parallax.errors import ConfigError
 from parallax.hardware.devices import simulate_devices
@@ -169,6 +169,18 @@ def test_expert_ranks_fill_a_cube_of_a_torus():
         assert (np.ptp([chip.coords for chip in cube], axis=0) == 1).all()
     topology = read_topology("v5p:2x2x4")
     assert topology.route(wanted.sizes, ["ep"]).bandwidth == 3 * topology.chip.ici_bandwidth
+
+
+@pytest.mark.parametrize("sizes", [(1, 8, 1, 2), (2, 8, 1, 1)])
+def test_a_plan_of_several_slices_has_the_links_that_training_uses(sizes):
+    pp, dp, tp, replica = sizes
+    wanted, topology = config(pp, dp, tp, replica=replica), read_topology("2xv5e:2x4")
+    there = SimpleNamespace(devices=place_devices(wanted, chips_of(slices=2)), axis_names=tuple(wanted.sizes))
+    for axes in [("replica",), ("pp",), ("dp",), ("dp", "tp"), ("pp", "replica", "dp")]:
+        if any(wanted.sizes.get(axis, 1) > 1 for axis in axes):
+            assert topology.route(wanted.sizes, axes) == route(there, axes, topology.chip)
+    crossing = "replica" if replica > 1 else "pp"
+    assert topology.route(wanted.sizes, [crossing]).bandwidth == topology.chip.dcn_bandwidth
 
 
 def test_in_one_slice_any_axes_will_do():

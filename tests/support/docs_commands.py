@@ -238,6 +238,7 @@ PARSED = {
             "attention.py",
             "overlap.py --config llama_1b_16 --topology v5e:4x4 --kernels 1",
             "gspmd.py",
+            "large.py",
             "tpu_compile.py --topology v5e:4x4 --mesh 4,2,2",
             "tpu_compile.py --topology v5p:2x2x4 --mesh 4,2,2",
             "data.py",

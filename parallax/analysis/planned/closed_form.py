@@ -71,15 +71,17 @@ class Moves(NamedTuple):
 
 
 class ClosedForm:
-    """Prices layouts of some settings. What several layouts share is traced when the first of them is priced."""
+    """Prices layouts of some settings. What several layouts share is traced when the first of them is priced; traced
+    `layers` may come from settings with another mesh and batch, on the same chips."""
 
-    def __init__(self, settings: Settings, topology: Topology):
+    def __init__(self, settings: Settings, topology: Topology, layers: dict[tuple, Any] | None = None):
         self.settings, self.topology, data = settings, topology, settings.data
         self.rows = data.global_batch // ranks_beside(settings.mesh)  # of one rank of axes that no sweep varies
         declared = model_on_topology(settings, topology).plan.declared
         tokens = data.global_batch * data.seq / topology.devices
         self.model_flops = flops_per_token(settings.model, declared, seq=data.seq) * tokens
         self._traced: dict[tuple, Any] = {}  # by what it follows from
+        self.layers = {} if layers is None else layers  # the same
 
     def knows(self, choice: Choice) -> bool:
         """Whether a layout has a closed form: nothing that its passes write is in host memory."""
@@ -240,9 +242,10 @@ class ClosedForm:
         """The passes of a layer of each kind, and the model in which they are traced."""
 
         def passes() -> list[tuple[PassPrograms, ShardedModel]]:
-            model, programs = self._kept(
-                ("programs", *self._traced_as(choice), rows), lambda: self._programs(choice, rows)
-            )
+            traced_as = *self._traced_as(choice), rows
+            if traced_as not in self.layers:
+                self.layers[traced_as] = self._programs(choice, rows)
+            model, programs = self.layers[traced_as]
             split = self.schedule(choice).split
             return [(pass_programs(layer, choice.remat, split=split), model) for layer in programs]
 
@@ -264,7 +267,7 @@ class ClosedForm:
         settings = choice._replace(remat=self._remat_of_exchange(choice), **alone).applied(self.settings)
         beside = {f"mesh.{axis}": 1 for axis in unchosen_sizes(self.settings.mesh)}
         settings = with_keys(settings, beside | {"data.global_batch": rows * choice.ep})
-        model = model_on_topology(settings, self.topology)
+        model = model_on_topology(settings, self.topology._replace(slices=1))
         return model, traced_layers(model, rows * choice.ep, settings.data.seq)
 
     def _layers_by_kind(self, placed: Arrangement) -> Counter:

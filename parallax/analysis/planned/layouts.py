@@ -20,7 +20,7 @@ from parallax.model.kernels.platforms import ATTENTION_KERNELS
 from parallax.pipeline import ShardedModel
 from parallax.schedules import SCHEDULES
 from parallax.sharding.host import DEVICE, HOST
-from parallax.sharding.mesh import factorisations
+from parallax.sharding.mesh import axis_between_slices, factorisations
 from parallax.sharding.zigzag import CONTIGUOUS, ZIGZAG
 from parallax.step.step import abstract_state, model_of, optimizer_of
 
@@ -189,15 +189,16 @@ def policies(pp: int, ranks: int) -> list[tuple[str, str, int]]:
     return [*((policy, "", 0) for policy in POLICY_NAMES), ("zero3", "", 1), *[("zero1", SHARDED_TABLES, 0)] * (pp > 1)]
 
 
-def choices(settings: Settings, devices: int) -> Iterator[Choice]:
-    """Every combination worth trying on this number of devices, with the settings' sizes of axes that no sweep varies;
-    some may not be legal."""
+def choices(settings: Settings, devices: int, *, slices: int = 1) -> Iterator[Choice]:
+    """Every combination worth trying on this number of devices in so many slices, with the settings' sizes of axes that
+    no sweep varies; some may not be legal."""
     beside = ranks_beside(settings.mesh)
     for cp, context in contexts(settings, devices // beside):
         for ep in expert_ranks(settings.model, devices // beside // cp):
             for pp, dp, tp in factorisations(devices // beside // cp // ep):
                 rows_fit = settings.data.global_batch % (beside * dp * ep) == 0
-                if rows_fit and _context_fits(settings.model, cp, tp, context):
+                crosses = settings.mesh.replica % slices == 0 or pp % slices == 0
+                if rows_fit and crosses and _context_fits(settings.model, cp, tp, context):
                     yield from _choices_on(settings, pp, dp, tp, cp, context, ep)
 
 
@@ -257,6 +258,7 @@ def model_on_topology(settings: Settings, topology: Topology) -> ShardedModel:
             f"model.kernel={kernel!r} is interpreted on {chip.platform.upper()}s, so no plan knows its speed; "
             "use kernel='xla', or --topology for chips that have it."
         )
+    axis_between_slices(settings.mesh.sizes, topology.slices)
     mesh = abstract_mesh(settings.mesh.sizes, simulated=settings.mesh.simulate > 0, chip=chip.name)
     model = model_of(settings, mesh)
     model.check_batch(settings.data.global_batch, settings.data.seq)

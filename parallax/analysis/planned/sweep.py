@@ -295,7 +295,8 @@ class Sweep:
 
     def find(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
         """Bound the work of all layouts; those that cannot fit are passed over."""
-        others = [choice for choice in choices(self.settings, self.topology.devices) if choice != self.configured]
+        every = choices(self.settings, self.topology.devices, slices=self.topology.slices)
+        others = [choice for choice in every if choice != self.configured]
         usable = self.topology.chip.usable_bytes
         self._bound_of = {}
         for done, choice in enumerate(others):

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 
 from parallax.errors import ConfigError, how_to_install
 from parallax.hardware.chips import LINKS_BETWEEN_CORES, Chip, chip
-from parallax.sharding.mesh import torus_pieces
+from parallax.sharding.mesh import axis_between_slices, torus_pieces
 from parallax.step.resolve import Devices
 
 GET_LIBTPU = f"the TPU compiler, libtpu, is not installed: {how_to_install('tpu')}"
@@ -30,11 +30,12 @@ DRIVER_NAMES = {"NVIDIA RTX 4090": "NVIDIA GeForce RTX 4090"}
 
 COMPILER_NAMES = {"TPU v7x": "tpu7x"}  # of chips that the compiler calls by another one
 
-TOPOLOGY = re.compile(r"[^:]+:[1-9][0-9]*(x[1-9][0-9]*)*")
+TOPOLOGY = re.compile(r"(([1-9][0-9]*)x)?([^:]+):([1-9][0-9]*(x[1-9][0-9]*)*)")
 
 
 class Topology(NamedTuple):
-    """`shape` is the number of chips along each dim of a torus; for chips on switches, the last number is per switch.
+    """`shape` is the number of chips along each dim of a torus, of which there may be several `slices`; for chips on
+    switches, the last number is per switch.
 
     A chip may be several devices, its cores. `shared`: one machine simulates the devices, which share its cores, so
     that others can use those of an idle one.
@@ -44,10 +45,11 @@ class Topology(NamedTuple):
     chip: Chip
     shape: tuple[int, ...]
     shared: bool = False
+    slices: int = 1
 
     @property
     def devices(self) -> int:
-        return math.prod(self.shape) * self.chip.cores
+        return self.slices * math.prod(self.shape) * self.chip.cores
 
     @property
     def as_devices(self) -> Devices:
@@ -71,36 +73,47 @@ class Topology(NamedTuple):
 
     def route(self, sizes: Mapping[str, int], axes: Sequence[str]) -> "Route":
         """The links between chips that differ along these axes of a mesh of these sizes: see `route`."""
-        return _route_on(self.shape, tuple(sizes.items()), tuple(axes), self.chip._replace(flops=()))  # can be hashed
+        chip, ordered = self.chip._replace(flops=()), tuple(sizes.items())  # can be hashed
+        return _route_on(self.shape, self.slices, ordered, tuple(axes), chip)
 
 
 def read_topology(text: str) -> Topology:
-    """Parse a topology as "v5p:4x4x4"; ConfigError if the chip is unknown or has no slice of this shape.
+    """Parse a topology as "v5p:4x4x4", or "2xv5p:4x4x4" for two such slices; ConfigError if the chip is unknown or has
+    no slice of this shape.
 
     >>> topology = read_topology("v5p:4x4x4")
     >>> topology.devices, topology.route({"pp": 1, "dp": 16, "tp": 4}, ["dp"]).bandwidth / 1e9
     (64, 400.0)
+    >>> slices = read_topology("2xv5p:4x4x4")
+    >>> slices.devices, slices.route({"replica": 2, "dp": 64}, ["replica"]).bandwidth / 1e9
+    (128, 6.25)
     """
-    if not TOPOLOGY.fullmatch(text):
+    if not (parts := TOPOLOGY.fullmatch(text)):
         raise ConfigError(
             f"--topology={text} is not a topology; write CHIP:SIZES, such as v5p:4x4x4, v5e:4x4 or H100:8 for one host."
         )
-    known = chip(text)
-    shape = tuple(map(int, text.split(":")[1].split("x")))
+    known, slices = chip(f"{parts[3]}:{parts[4]}"), int(parts[2] or 1)
+    shape = tuple(map(int, parts[4].split("x")))
     if known.torus_dims and len(shape) != known.torus_dims:
         example = "x".join(["4"] * known.torus_dims)
         raise ConfigError(
             f"--topology={text} has {len(shape)} sizes, but slices of {known.name} have {known.torus_dims}; "
-            f"write {text.split(':')[0]}:{example}, for {4**known.torus_dims} chips."
+            f"write {parts[3]}:{example}, for {4**known.torus_dims} chips."
         )
     if known.switched and (len(shape) > 2 or shape[-1] > known.switched):
         hosts = -(-math.prod(shape) // known.switched)
         raise ConfigError(
             f"--topology={text} is not a valid number of hosts and of GPUs on each; a host has at most "
-            f"{known.switched} {known.name}: write {text.split(':')[0]}:{hosts}x{known.switched}, for "
+            f"{known.switched} {known.name}: write {parts[3]}:{hosts}x{known.switched}, for "
             f"{hosts * known.switched} GPUs."
         )
-    return Topology(text, known, shape)
+    if parts[2] and not known.torus_dims:
+        hosts = slices * math.prod(shape) // shape[-1]
+        raise ConfigError(
+            f"--topology={text} has {slices} slices, but {known.name} are on hosts; "
+            f"write {parts[3]}:{hosts}x{shape[-1]}, for {hosts} hosts."
+        )
+    return Topology(text, known, shape, slices=slices)
 
 
 def why_not(topology: Topology) -> str:
@@ -127,9 +140,9 @@ def devices_of(topology: Topology | str) -> list[Any]:
 
 def _describe_slice(topology: Topology) -> topologies.TopologyDescription:
     options = {"chip_config_name": "megacore"} if topology.chip.name == "TPU v4" else {}
-    known = COMPILER_NAMES.get(topology.chip.name)
-    name = f"{known}:{topology.name.split(':')[1]}" if known else topology.name
-    return topologies.get_topology_desc(platform="tpu", topology_name=name, **options)
+    kind = COMPILER_NAMES.get(topology.chip.name, topology.chip.name.split()[1])
+    name = f"{kind}:{'x'.join(map(str, topology.shape))}"
+    return topologies.get_topology_desc(platform="tpu", topology_name=name, num_slices=topology.slices, **options)
 
 
 def _describe_hosts(topology: Topology) -> topologies.TopologyDescription:
@@ -185,7 +198,7 @@ def without_chips(argv: Sequence[str]) -> None:
         jax.config.update("jax_platforms", "cpu")
 
 
-@functools.lru_cache
+@functools.lru_cache(maxsize=16)  # each may have 2**15 devices
 def _laid_out(shape: tuple[int, ...], cores: int, sizes: tuple[tuple[str, int], ...]) -> Any:
     """A mesh of stand-ins for the cores of chips that fill a torus of this shape; the last axis is placed first, along
     few dims.
@@ -213,8 +226,16 @@ def _laid_out(shape: tuple[int, ...], cores: int, sizes: tuple[tuple[str, int], 
 
 
 @functools.lru_cache
-def _route_on(shape: tuple[int, ...], sizes: tuple[tuple[str, int], ...], axes: tuple[str, ...], chip: Chip) -> "Route":
-    return route(_laid_out(shape, chip.cores, sizes), axes, chip)
+def _route_on(
+    shape: tuple[int, ...], slices: int, sizes: tuple[tuple[str, int], ...], axes: tuple[str, ...], chip: Chip
+) -> "Route":
+    if slices == 1:
+        return route(_laid_out(shape, chip.cores, sizes), axes, chip)
+    crossing = axis_between_slices(dict(sizes), slices)
+    if crossing in axes:
+        return _between_slices(chip)
+    within = tuple((axis, size // slices if axis == crossing else size) for axis, size in sizes)
+    return route(_laid_out(shape, chip.cores, within), axes, chip)
 
 
 class Route(NamedTuple):
@@ -259,7 +280,7 @@ def route(mesh: Mesh, axes: tuple[str, ...], chip: Chip, group: Sequence[int] = 
     if not chip.torus_dims:
         return _between_hosts(_hosts(mesh, devices), chip)
     if _differ(devices, "slice_index"):
-        return Route(chip.dcn_bandwidth, 1.0, chip.dcn_bandwidth, chip.start_secs, *[chip.network_secs] * 3)
+        return _between_slices(chip)
     places, extents = _places(mesh, axes, devices)
     *extents, _ = extents
     links, hops, path, cores = 0.0, 0.0, 0, len(np.unique(places[:, -1]))
@@ -277,6 +298,11 @@ def route(mesh: Mesh, axes: tuple[str, ...], chip: Chip, group: Sequence[int] = 
     rings = chip.ici_bandwidth * links * cores / chip.cores
     spread, secs = max(1.0, hops * members / (members - 1)), path * chip.link_secs
     return Route(rings, spread, chip.ici_bandwidth, chip.start_secs, secs, secs, chip.link_secs)
+
+
+def _between_slices(chip: Chip) -> Route:
+    """The network between slices: each chip sends over its share of its host's."""
+    return Route(chip.dcn_bandwidth, 1.0, chip.dcn_bandwidth, chip.start_secs, *[chip.network_secs] * 3)
 
 
 def _between_hosts(hosts: list[int], chip: Chip) -> Route:
