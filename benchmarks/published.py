@@ -291,8 +291,6 @@ FUJI_7B = LLAMA_7B | {"model.vocab": 32_768, "model.tied": True} | remat("elemen
 BRIDGE_70B = LLAMA_70B | interleaved(5) | microbatches(128, "zero1") | remat("elementwise")
 BRIDGE_405B = LLAMA_405B | interleaved(8) | {"layout.context": "ulysses"} | remat("elementwise")
 BRIDGE_FLOAT8 = ALL_FLOAT8 | {"model.matmul_scales": "current"}
-NEMO_405B = LLAMA_405B | interleaved(7) | at(252, 8192, pp=9, dp=4, cp=2, tp=8) | microbatches(63, "zero1")
-NEMO_405B |= {"layout.context": "ulysses"} | remat("elementwise")
 NEMO_340B = NEMOTRON_340B | interleaved(12) | at(32, 4096, pp=8, dp=2, tp=8) | microbatches(16, "zero1")
 NEMO_340B |= remat("elementwise core")
 NEMO_175B = GPT3 | interleaved(12) | at(256, 2048, pp=8, dp=4, tp=4) | microbatches(64, "zero1") | remat("elementwise")
@@ -337,8 +335,8 @@ UNSEEN_ROWS = [
          BRIDGE_70B | at(256, 8192, pp=8, dp=2, tp=4) | BRIDGE_FLOAT8),
     gpus("Megatron-Bridge, Llama-3.1-405B on 1024 H100 in FP8", 1536 * 8192 / 1024 / 328, BRIDGE, "H100:128x8",
          BRIDGE_405B | at(1536, 8192, pp=8, dp=8, cp=2, tp=8) | microbatches(192, "zero1") | BRIDGE_FLOAT8),
-    gpus("NeMo, Llama-3.1-405B on 576 H100", 17.50, f"{DGX_CLOUD}/v25.02/llama3.1/README_405b.md", "H100:72x8",
-         NEMO_405B),
+    gpus("NeMo, Llama-3.1-405B on 512 H100", 19.810, f"{DGX_CLOUD}/v25.05.05/llama3.1/README.md", "H100:64x8",
+         BRIDGE_405B | at(256, 8192, pp=8, dp=4, cp=2, tp=8) | microbatches(64, "zero1")),
     gpus("NeMo, Nemotron-4-340B on 128 H100", 4.61, f"{DGX_CLOUD}/v25.02/nemotron/README_340b.md", "H100:16x8",
          NEMO_340B),
     gpus("NeMo, Nemotron-4-340B on 128 H100 in FP8", 3.16, f"{DGX_CLOUD}/v25.02/nemotron/README_340b.md", "H100:16x8",
