@@ -295,7 +295,7 @@ NEMO_340B = NEMOTRON_340B | interleaved(12) | at(32, 4096, pp=8, dp=2, tp=8) | m
 NEMO_340B |= remat("elementwise core")
 NEMO_175B = GPT3 | interleaved(12) | at(256, 2048, pp=8, dp=4, tp=4) | microbatches(64, "zero1") | remat("elementwise")
 LLMQ_1_5B = ON_LLMQ | QWEN_1_5B | microbatches(16) | remat("elementwise")
-LLMQ_3B = ON_LLMQ | QWEN_3B | microbatches(4, "zero1") | remat("elementwise")
+LLMQ_3B = ON_LLMQ | QWEN_3B | microbatches(4) | remat("elementwise")
 UNSEEN_ROWS = [
     Published("axlearn, Fuji-7B on 32 v5e", 1.93, AXLEARN, "llama2_7b_64", "v5e:4x8",
               FUJI_7B | at(64, 2048, dp=8, replica=4)),
