@@ -254,7 +254,6 @@ BIASES = {f"model.{part}_bias": True for part in ("mlp", "norm", "qkv", "out")}
 WITHOUT_ROPE = {"model.rope": False, "model.tied": True}  # positions are a table
 GPT3 |= PLAIN | BIASES | WITHOUT_ROPE | {"model.activation": "gelu"}
 NEMOTRON_340B |= PLAIN | {"model.activation": "relu2"}
-GPT_OSS_120B = {"model.layers": 36, "model.layers_of": "(local moe)*18", "model.experts": 128}
 DEEPSEEK_V3 = {f"model.{key}": value for key, value in dict(
     layers=61, layers_of="dense*3 moe*58", d_model=7168, d_ff=18_432, vocab=129_280, attention="mla", heads=128,
     kv_heads=128, d_head=128, d_latent=512, d_latent_q=1536, d_rope=64, experts=256, experts_per_token=8,
@@ -328,9 +327,6 @@ UNSEEN_ROWS = [
              QWEN_235B | at(8192, 4096) | remat("layer", "host") | ALL_FLOAT8),
     ironwood("DeepSeek-V3 on 128 v7x", 27.02, "4x4x8", DEEPSEEK_V3),
     ironwood("DeepSeek-V3 on 128 v7x in FP8", 22.47, "4x4x8", DEEPSEEK_V3 | ALL_FLOAT8),
-    Published("MaxText, gpt-oss-120b on 64 v7x", 17.10, IRONWOOD, "gpt_oss_20b", "v7x:4x4x4",
-              GPT_OSS_120B | at(1280, 8192, dp=64, replica=2, ep=1) | remat("layer", "host") | microbatches(1)
-              | {"model.kernel": "splash", "fsdp.reduce": "float32"}),
     gpus("Megatron-Bridge, Llama-3-70B on 64 H100 in FP8", 256 * 8192 / 64 / 1664, BRIDGE, "H100:8x8",
          BRIDGE_70B | at(256, 8192, pp=8, dp=2, tp=4) | BRIDGE_FLOAT8),
     gpus("Megatron-Bridge, Llama-3.1-405B on 1024 H100 in FP8", 1536 * 8192 / 1024 / 328, BRIDGE, "H100:128x8",
