@@ -67,6 +67,16 @@ def test_each_kernel_has_caps_and_sinks_as_the_plain_form_has(form, cap, with_si
         assert np.abs(actual - wanted).max() < ERROR * max(1, np.abs(wanted).max())
 
 
+def test_layers_with_and_without_a_window_have_sinks_in_float32_beside_bfloat16():
+    q, k, v = (jnp.zeros((1, 256, heads, WIDTH), jnp.bfloat16) for heads in (HEADS, GROUPS, GROUPS))
+    mask = Mask(jnp.zeros((1, 256), jnp.int32), windows=(64, 0), which=jnp.int32(0))
+
+    def loss(sinks):
+        return attend(q, k, v, mask, scale=SCALE, kernel="splash", sinks=sinks).sum().astype(jnp.float32)
+
+    assert jax.eval_shape(jax.grad(loss), jnp.zeros(HEADS)).dtype == jnp.float32
+
+
 @pytest.mark.parametrize("norm", [RMSNorm, HeadsNorm])
 def test_heads_are_normed_with_a_factor_of_one_plus_the_parameter_or_with_none(norm):
     rng = np.random.default_rng(0)

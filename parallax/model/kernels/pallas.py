@@ -119,7 +119,9 @@ def _backward(kernel_of: KernelOf, saved: Any, dy: Array) -> tuple[Array | None,
             return pull.rebuilt(*arrays)(dy)
 
         # The kernel's tables are recomputed, so that a layer saves none.
-        return unchecked(run, dy, *operands, kernel_of(*operands[:2], mask), out, others)
+        gradients = unchecked(run, dy, *operands, kernel_of(*operands[:2], mask), out, others)
+        # JAX's kernel has that of sinks in the dtype of queries.
+        return tuple(gradient.astype(x.dtype) for gradient, x in zip(gradients, operands, strict=True))
 
     dq, dk, dv, *d_sinks = mask.by_window(in_window)
     return dq, dk, dv, None, *(d_sinks or [None])
