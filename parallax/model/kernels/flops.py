@@ -11,7 +11,7 @@ from parallax.model.kernels.cudnn import CUDNN_BLOCK
 from parallax.model.kernels.cudnn_window import piece_in_window
 from parallax.model.kernels.splash import has_short_window, splash_block_tokens
 from parallax.model.kernels.splash_window import window_tokens
-from parallax.model.kernels.triton import triton_blocks
+from parallax.model.kernels.triton import filled_tokens, triton_blocks
 from parallax.model.kernels.triton_blocks import triton_width
 from parallax.sharding.zigzag import ZIGZAG, order_of
 
@@ -49,10 +49,11 @@ def attention_flops(
     >>> attention_flops("splash", "fwd", rows=1, heads=1, seq=128, d_qk=64, d_v=32) == 2 * 128 * 128 * (64 + 32)
     True
     """
-    if kernel == "triton":
-        d_qk, d_v = triton_width(d_qk), triton_width(d_v)
     of_qk, of_v = KERNEL_PRODUCTS[kernel][part]
     window = window if window < seq else 0
+    if kernel == "triton":
+        d_qk, d_v = triton_width(d_qk), triton_width(d_v)
+        seq = filled_tokens(seq, max(d_qk, d_v))
     scores = computed_scores(kernel, part, seq, max(d_qk, d_v), ranks, window, ring, order)
     return 2 * rows * heads * scores * (of_qk * d_qk + of_v * d_v)
 

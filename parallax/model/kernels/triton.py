@@ -16,7 +16,7 @@ from parallax.sharding.platform import platform_traced
 
 # Tokens on a side of a block, at most and at least. Blocks are in shared memory, so those of wide heads have fewer.
 # Hopper multiplies 64 rows at once; as compiled, its instructions for these are not in blocks of 32.
-TRITON_BLOCK, TRITON_BACKWARD_BLOCK, LEAST_BLOCK, BLOCK_ENTRIES = 128, 64, 32, 128 * 64
+TRITON_BLOCK, TRITON_BACKWARD_BLOCK, SHORTEST_BLOCK, BLOCK_ENTRIES = 128, 64, 32, 128 * 64
 TRITON_WIDEST = 256  # head width that these kernels multiply
 
 
@@ -34,12 +34,10 @@ def triton_attention(
     communication. Rows are filled to whole blocks by tokens of their last document, which the others do not see.
     """
     seq, width = k_BSGJ.shape[1], max(k_BSGJ.shape[-1], v_BSGK.shape[-1])
-    sizes = triton_blocks(seq, width)
-    filling = -seq % max(sizes)
-    if filling:
+    if filling := filled_tokens(seq, width) - seq:
         q_BSHJ, k_BSGJ, v_BSGK = (jnp.pad(x, [(0, 0), (0, filling), (0, 0), (0, 0)]) for x in (q_BSHJ, k_BSGJ, v_BSGK))
         mask = mask.replace(segments_BN=jnp.pad(mask.segments_BN, [(0, 0), (0, filling)], mode="edge"))
-    kernel_of = TritonKernelOf(scale, cap, *sizes)
+    kernel_of = TritonKernelOf(scale, cap, *triton_blocks(seq, width))
     return pallas_attention(kernel_of, *vary_alike((q_BSHJ, k_BSGJ, v_BSGK, mask, sinks)))[:, :seq]
 
 
@@ -49,14 +47,23 @@ def triton_blocks(seq: int, width: int) -> tuple[int, int]:
     >>> [triton_blocks(seq, 64) for seq in (40, 192, 2048, 2049)], triton_blocks(2048, 192)
     ([(64, 64), (64, 64), (128, 64), (128, 64)], (32, 32))
     """
-    widest = max(LEAST_BLOCK, BLOCK_ENTRIES // triton_width(width))
+    widest = max(SHORTEST_BLOCK, BLOCK_ENTRIES // triton_width(width))
 
     def block(most: int) -> int:
-        sizes = [size for size in (TRITON_BLOCK, 64, LEAST_BLOCK) if size <= min(most, widest)]
+        sizes = [size for size in (TRITON_BLOCK, 64, SHORTEST_BLOCK) if size <= min(most, widest)]
         whole = [size for size in sizes if seq % size == 0]
         return next(iter(whole), min((size for size in sizes if size >= seq), default=sizes[0]))
 
     return block(TRITON_BLOCK), block(TRITON_BACKWARD_BLOCK)
+
+
+def filled_tokens(seq: int, width: int) -> int:
+    """Tokens of a row that is filled to whole blocks.
+
+    >>> filled_tokens(2048, 64), filled_tokens(2049, 64)
+    (2048, 2176)
+    """
+    return seq + -seq % max(triton_blocks(seq, width))
 
 
 class TritonKernelOf(NamedTuple):

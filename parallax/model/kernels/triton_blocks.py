@@ -18,7 +18,7 @@ from parallax.model.kernels.blockwise import HIDDEN
 from parallax.model.logits import soft_capped
 from parallax.model.mask import blocks_seen, sees
 
-LEAST_WIDTH = 16  # of heads in a product
+NARROWEST_HEAD = 16  # of heads in a product
 
 
 class Form(NamedTuple):
@@ -36,7 +36,7 @@ class Form(NamedTuple):
 
 def triton_width(width: int) -> int:
     """The head width that the kernels for Triton multiply: the next power of two."""
-    return max(LEAST_WIDTH, pl.next_power_of_2(width))
+    return max(NARROWEST_HEAD, pl.next_power_of_2(width))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
