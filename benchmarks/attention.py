@@ -1,9 +1,10 @@
 """Attention kernels for packed documents on this machine's device: time and TFLOP/s, forward and backward.
 
-    python benchmarks/attention.py [--tokens 16384] [--seqs 2048 8192 32768] [--sliding-window 1024]
+    python benchmarks/attention.py [--tokens 16384] [--seqs 2048 8192 32768] [--sliding-window 1024] [--blocks 64,32]
     python benchmarks/attention.py --topologies v5p:2x2x1 H100:1 [--seqs 8192]
 
-Windows of packed documents, `--document` tokens each, in bfloat16. *cuDNN, causal alone* knows no documents. TFLOP/s
+Windows of packed documents, `--document` tokens each, in bfloat16. *cuDNN, causal alone* knows no documents. The
+kernels for Triton are timed with each of the `--blocks`, too, tokens on a side forward and backward. TFLOP/s
 are of the products of the scores below the diagonal, as if a window were one document; the backward pass has 2.5 times
 those of the forward pass. A kernel that refuses the windows says why. The second table has a layer with a sliding
 window, forward and backward, and its time over that of the full layer: the median of rounds in which both run in turn,
@@ -18,7 +19,7 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,7 @@ def main() -> None:
     parser.add_argument("--width", type=whole_number, default=128, help="of a head")
     parser.add_argument("--document", type=whole_number, default=512, help="tokens of a document")
     parser.add_argument("--sliding-window", type=whole_number, default=1024, help="tokens that a query attends to")
+    parser.add_argument("--blocks", type=block_sizes, nargs="+", default=[], help="FORWARD,BACKWARD for Triton")
     parser.add_argument("--rounds", type=whole_number, default=8)
     parser.add_argument("--topologies", nargs="+", default=[], metavar="TOPOLOGY", help="chips that are not here")
     args = parser.parse_args()
@@ -55,6 +57,11 @@ def main() -> None:
         print(line, flush=True)
 
 
+def block_sizes(text: str) -> tuple[int, int]:
+    forward, backward = map(int, text.split(","))
+    return forward, backward
+
+
 def attention(args: argparse.Namespace) -> Iterator[str]:
     """Lines of the tables, by window and kernel."""
     import jax
@@ -69,7 +76,7 @@ def attention(args: argparse.Namespace) -> Iterator[str]:
         q, k, v, dy = (jax.random.normal(key, shape, jnp.bfloat16) for key in jax.random.split(jax.random.key(0), 4))
         segments = jnp.broadcast_to(jnp.arange(seq) // args.document, (rows, seq)).astype(jnp.int32)
         flops = 2 * 2 * rows * args.heads * args.width * seq * (seq + 1) // 2
-        for name, attend in kernels_of(segments, args.width**-0.5).items():
+        for name, attend in kernels_of(segments, args.width**-0.5, blocks=args.blocks).items():
             try:
                 forward = median_secs(jax.jit(attend), args.rounds, q, k, v)
                 both = median_secs(jax.jit(partial(gradients, attend)), args.rounds, q, k, v, dy)
@@ -79,7 +86,7 @@ def attention(args: argparse.Namespace) -> Iterator[str]:
             rates = flops / forward / 1e12, 2.5 * flops / max(both - forward, 1e-9) / 1e12
             millis = f"{1e3 * forward:.2f} ms | {1e3 * both:.2f} ms"
             yield f"| {rows} x {seq} | {name} | {millis} | {rates[0]:.0f} | {rates[1]:.0f} |"
-            windowed = kernels_of(segments, args.width**-0.5, args.sliding_window).get(name)
+            windowed = kernels_of(segments, args.width**-0.5, args.sliding_window, blocks=args.blocks).get(name)
             if windowed:
                 full, near = (jax.jit(partial(gradients, each)) for each in (attend, windowed))
                 millis, share = in_turn(full, near, args.rounds, q, k, v, dy)
@@ -131,14 +138,17 @@ def as_compiled(where: str, devices: list, args: argparse.Namespace) -> list[str
     return lines
 
 
-def kernels_of(segments: Any, scale: float, sliding_window: int = 0, platform: str = "") -> dict[str, Callable]:
+def kernels_of(
+    segments: Any, scale: float, sliding_window: int = 0, platform: str = "", blocks: Iterable[tuple[int, int]] = ()
+) -> dict[str, Callable]:
     """Attention of q, k, v to documents, by kernel; with a sliding window, of kernels that have them."""
     import jax
 
     from parallax.model.kernels.blockwise import blockwise_attention
     from parallax.model.kernels.cudnn import cudnn_attention
+    from parallax.model.kernels.pallas import pallas_attention
     from parallax.model.kernels.splash import splash_attention
-    from parallax.model.kernels.triton import triton_attention
+    from parallax.model.kernels.triton import TritonKernelOf, triton_attention
     from parallax.model.mask import Mask
     from parallax.sharding.platform import platform_traced
 
@@ -148,16 +158,24 @@ def kernels_of(segments: Any, scale: float, sliding_window: int = 0, platform: s
     def with_segments(attend: Callable, q: Any, k: Any, v: Any) -> Any:
         return attend(q, k, v, Mask(segments, window=sliding_window), scale=scale)
 
-    blocks = {"blocks in XLA": partial(with_segments, blockwise_attention)}
+    def in_blocks(block: int, backward_block: int, q: Any, k: Any, v: Any, mask: Mask, *, scale: float) -> Any:
+        return pallas_attention(TritonKernelOf(scale, 0.0, block, backward_block), q, k, v, mask)
+
+    in_xla = {"blocks in XLA": partial(with_segments, blockwise_attention)}
+    tried = {
+        f"Triton, blocks of {forward} and {backward}": partial(with_segments, partial(in_blocks, forward, backward))
+        for forward, backward in blocks
+    }
     of_platform = {
         "gpu": {
             "cuDNN, mask of documents as a bias": partial(with_segments, cudnn_attention),
             "cuDNN, causal alone": causal_alone,
             "Triton, segments": partial(with_segments, triton_attention),
+            **tried,
         },
         "tpu": {"splash, segments": partial(with_segments, splash_attention)},
     }
-    kernels = of_platform.get(platform or platform_traced(), {}) | blocks
+    kernels = of_platform.get(platform or platform_traced(), {}) | in_xla
     return {name: kernel for name, kernel in kernels.items() if not (sliding_window and kernel is causal_alone)}
 
 

@@ -127,8 +127,8 @@ def get_config() -> ConfigDict:
     config.model.dtype = "float32"
     # "auto" | "xla" | "cudnn" | "splash" | "triton": kernel of softmax attention; none stores heads x seq x seq scores.
     # xla runs everywhere, block by block; splash is for TPU (data.seq a multiple of 128; interpreted on CPU, slowly),
-    # cudnn for GPU (bfloat16), triton for GPU (data.seq a multiple of 32; interpreted on CPU); auto is splash on TPU
-    # and cudnn on GPU where these support the model and its rows, else xla
+    # cudnn for GPU (bfloat16), triton for GPU (interpreted on CPU); auto is splash on TPU, and cudnn or else triton on
+    # GPU, where these support the model and its rows, else xla
     config.model.kernel = "auto"
     # "compute" | "int8" | "float8" | "float4": dtype of products of projections and MLPs and of gradients of their
     # inputs; compute is model.dtype, int8 is fast on TPU v5e, v5p and v6e, float8 on v7x, H100 and H200; float4, with

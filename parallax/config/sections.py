@@ -301,8 +301,8 @@ class ModelConfig(Section, most=2**24, saved=True):
         AUTO,
         "kernel of softmax attention; none stores heads x seq x seq scores. xla runs everywhere, block by block; "
         "splash is for TPU (data.seq a multiple of 128; interpreted on CPU, slowly), cudnn for GPU (bfloat16), "
-        "triton for GPU (data.seq a multiple of 32; interpreted on CPU); auto is splash on TPU and cudnn on GPU where "
-        "these support the model and its rows, else xla",
+        "triton for GPU (interpreted on CPU); auto is splash on TPU, and cudnn or else triton on GPU, where these "
+        "support the model and its rows, else xla",
         choices=(AUTO, "xla", "cudnn", "splash", "triton"),
     )
     matmul: str = key(

@@ -56,7 +56,8 @@ class Reached(NamedTuple):
     kernels of attention, and of the rates of memory, links and the link to the host. Kernels of experts are taken to
     reach KERNEL_EFFICIENCY of what products do.
 
-    `packed` is for rows of several documents, which kernels for GPUs tell apart by a bias. Each operation takes
+    `packed` is for rows of several documents, which cuDNN tells apart by a bias, and `triton` for the kernels that do
+    without, of either, as if a row were one document. Each operation takes
     `launch_secs` besides. At its ends a product multiplies nothing for `ramp_secs`, or as long as its arrays take
     through memory if that is shorter.
     """
@@ -65,6 +66,7 @@ class Reached(NamedTuple):
     narrow_products: float = 1.0
     attention: AttentionShares = AttentionShares()
     packed: AttentionShares = AttentionShares()
+    triton: AttentionShares = AttentionShares()
     memory: float = 1.0
     links: float = 1.0
     host: float = 1.0
@@ -257,6 +259,7 @@ SAME = "not known: that of another chip, or of rows of one document, stands in"
 ASSUMED = "assumed: no published or measured figure"
 H100_STEP = "docs/measured/h100.md: kernels of a step on one H100, jax 0.11.2"
 H100_KERNELS = "docs/measured/h100.md: kernels of attention, at 2048 to 32,768 tokens within a tenth"
+JAX_KERNELS = "docs/measured/h100.md: JAX's kernels of attention for Triton, at 2048 to 32,768 tokens within a tenth"
 IRONWOOD = (
     "https://github.com/AI-Hypercomputer/tpu-recipes/blob/c8cfe2f/microbenchmarks/ironwood/README.md: GEMM by size"
 )
@@ -285,6 +288,7 @@ _H100 = dict(
     narrow_products=Figure(0.74, H100_STEP),
     attention=Figure(AttentionShares(0.62, 0.56, 1450), H100_KERNELS),
     packed=Figure(AttentionShares(0.295, 0.244, 700), H100_KERNELS),
+    triton=Figure(AttentionShares(0.215, 0.177, 700), JAX_KERNELS),
     memory=Figure(0.83, H100_STEP),
     host=Figure(0.86, H100_STEP),
     launch_secs=Figure(2.1e-6, H100_STEP),

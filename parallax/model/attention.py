@@ -63,11 +63,10 @@ def attend(
     assert mask.cursor is None, "new tokens read a cache: attend_to_cache"
     if kernel == "splash":
         return splash_attention(q_BSHJ, k_BTGJ, v_BTGK, mask, scale=scale, cap=cap, sinks=sinks)
-    has_neither = kernel in ("cudnn", "triton")
-    assert not has_neither or (not cap and sinks is None), f"model.kernel={kernel!r} has neither caps nor sinks"
     if kernel == "triton":
-        return _padded(partial(triton_attention, mask=mask, scale=scale), q_BSHJ, k_BTGJ, v_BTGK)
+        return triton_attention(q_BSHJ, k_BTGJ, v_BTGK, mask, scale=scale, cap=cap, sinks=sinks)
     if kernel == "cudnn":
+        assert not cap and sinks is None, "model.kernel='cudnn' has neither caps nor sinks"
         return _padded(partial(cudnn_attention, mask=mask, scale=scale), q_BSHJ, k_BTGJ, v_BTGK)
     return blockwise_attention(q_BSHJ, k_BTGJ, v_BTGK, mask, scale=scale, cap=cap, sinks=sinks)
 

@@ -26,7 +26,7 @@ from parallax.model.families import CONTEXTS, GATHERED, RING, WHOLE
 from parallax.model.kernels.cudnn import WINDOWS_SINCE, cudnn_version, widest_head
 from parallax.model.kernels.pallas import LANES
 from parallax.model.kernels.platforms import ATTENTION_KERNELS
-from parallax.model.kernels.triton import TRITON_BACKWARD_BLOCK, TRITON_WIDEST
+from parallax.model.kernels.triton import TRITON_WIDEST
 from parallax.model.products import WIDEST_BLOCKS
 from parallax.schedules import Schedule
 from parallax.sharding.activations import CONTEXT_AXIS
@@ -340,10 +340,10 @@ def check_kernel_on(model: ModelConfig, platform: str, kind: str) -> None:
             f"model.kernel={model.kernel!r} needs {needs}{tried}, and these are {platform.upper()}s ({kind}); "
             f"use kernel in {{{fit}}}."
         )
-    if model.kernel in ("cudnn", "triton") and (model.score_cap or model.sinks):
+    if model.kernel == "cudnn" and (model.score_cap or model.sinks):
         key = "score_cap" if model.score_cap else "sinks"
         raise ConfigError(
-            f"model.{key}={getattr(model, key)!r} is not in model.kernel={model.kernel!r}; use kernel='xla', or "
+            f"model.{key}={getattr(model, key)!r} is not in model.kernel='cudnn'; use kernel='triton' or 'xla', or "
             "'splash' on TPUs."
         )
     for block in model.blocks.values():
@@ -374,12 +374,6 @@ def check_kernel_seq(model: ModelConfig, seq: int, context: str, ranks: int) -> 
         why = f" = 2 x mesh.cp={ranks} chunks of {LANES}" * (chunks > 1)
         raise ConfigError(
             f"data.seq={seq} is not a multiple of {least}{why}, the least block of model.kernel='splash'; "
-            f"use seq={more}, or kernel='xla'."
-        )
-    if model.kernel == "triton" and seq % TRITON_BACKWARD_BLOCK:
-        more = -(-seq // TRITON_BACKWARD_BLOCK) * TRITON_BACKWARD_BLOCK
-        raise ConfigError(
-            f"data.seq={seq} is not a multiple of {TRITON_BACKWARD_BLOCK}, the block of model.kernel='triton'; "
             f"use seq={more}, or kernel='xla'."
         )
     # Context ranks that share the queries of a row have the window in the biases of their pieces.

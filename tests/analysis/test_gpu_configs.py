@@ -157,7 +157,7 @@ def test_the_planned_memory_is_that_of_the_compiler(config, where):
 @needs_compiler
 @pytest.mark.slow
 def test_a_mixture_is_planned_as_it_is_compiled():
-    few = ["model.layers=2", "model.layers_of=local moe"]
+    few = ["model.layers=2", "model.layers_of=local moe", "model.kernel=xla"]
     planned, memory = run_beside("tests/gpu_configs.py", "gpt_oss_20b", "H100:1x8", *few).splitlines()[-2:]
     assert abs(float(memory.split()[-1]) - 1) < 0.05
     assert abs(float(planned.split()[3]) - 1) < 0.2

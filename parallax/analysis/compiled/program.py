@@ -134,7 +134,7 @@ def name_of(op_name: str) -> str:
 
 SIDE = re.compile(rf"branch_\d+_fun/[\w(]*{WINDOW}(\d+)")  # what is within a window's side of a conditional
 CUDNN_CALLS = ("cudnn_", "__cudnn$fmha")  # for GPUs that are not present, and for those that are
-TRITON_CALL = re.compile(r"\bmha_\w+")  # JAX's attention for Triton; XLA gives all Pallas calls one name
+TRITON_CALL = re.compile(r"\bmha_\w+")  # attention for Triton; XLA gives all Pallas calls one name
 KERNELS = ("tpu_custom_call", "__gpu$xla.gpu.triton", "triton_kernel_call", *CUDNN_CALLS)
 GEMM = "__cublas"
 SCALED_DOT = "__cudnn$blockScaledDot"

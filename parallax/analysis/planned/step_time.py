@@ -229,8 +229,8 @@ def op_secs(op: OpCost, settings: Settings, topology: Topology, *, packed: bool)
     ends, in which only one of them goes on."""
     reached, dtype = topology.chip.reached, settings.model.dtype
     if op.kernel == ATTENTION:
-        backward = op.direction == BACKWARD_PASS
-        rate = topology.attention_rate(dtype, settings.data.seq, backward=backward, packed=packed)
+        of_pass = dict(backward=op.direction == BACKWARD_PASS, packed=packed)
+        rate = topology.attention_rate(dtype, settings.data.seq, kernel=settings.model.kernel, **of_pass)
     else:
         rate = topology.matmul_rate(dtype, op.matmul) * (KERNEL_EFFICIENCY if op.kernel == GROUPED_PRODUCTS else 1)
     flops, moved = op.flops / rate, op.bytes / (topology.chip.hbm_bandwidth * reached.memory)

@@ -66,9 +66,10 @@ class Topology(NamedTuple):
         reached = self.chip.reached.products if matmul == "compute" else self.chip.reached.narrow_products
         return self.chip.peak(wide) * self.chip.matmul_speed(matmul) * reached
 
-    def attention_rate(self, dtype: str, seq: int, *, backward: bool, packed: bool) -> float:
+    def attention_rate(self, dtype: str, seq: int, *, kernel: str, backward: bool, packed: bool) -> float:
         """FLOP/s that a kernel of attention reaches on rows of `seq` tokens, one document each or `packed`."""
-        shares = self.chip.reached.packed if packed else self.chip.reached.attention
+        reached = self.chip.reached
+        shares = reached.triton if kernel == "triton" else reached.packed if packed else reached.attention
         return self.chip.peak(dtype) * shares.share(seq, backward=backward)
 
     def route(self, sizes: Mapping[str, int], axes: Sequence[str]) -> "Route":

@@ -11,18 +11,19 @@ from parallax.model.kernels.cudnn import CUDNN_BLOCK
 from parallax.model.kernels.cudnn_window import piece_in_window
 from parallax.model.kernels.splash import has_short_window, splash_block_tokens
 from parallax.model.kernels.splash_window import window_tokens
-from parallax.model.kernels.triton import TRITON_BACKWARD_BLOCK, triton_block_tokens, triton_width
+from parallax.model.kernels.triton import filled_tokens, triton_blocks
+from parallax.model.kernels.triton_blocks import triton_width
 from parallax.sharding.zigzag import ZIGZAG, order_of
 
 # By kernel, the products of each pass: how many are as wide as queries and keys, and how many as values. Forward:
-# scores; the output. Backward: scores again, dq and dk; the weights' gradient and dv. Splash and Triton have a kernel,
-# or a loop, for dq alone, and make scores and the weights' gradient in both; in a short window splash does not.
+# scores; the output. Backward: scores again, dq and dk; the weights' gradient and dv. Splash and Triton have a kernel
+# for dq alone, and make scores and the weights' gradient in both; in a short window splash does not.
 KERNEL_PRODUCTS = {
     "xla": {"fwd": (1, 1), "bwd": (3, 2)},
     "cudnn": {"fwd": (1, 1), "bwd": (3, 2)},
     "splash": {"fwd": (1, 1), "dq": (2, 1), "dkv": (2, 2)},
     "splash_window": {"fwd": (1, 1), "bwd": (3, 2)},
-    "triton": {"fwd": (1, 1), "bwd": (4, 3)},
+    "triton": {"fwd": (1, 1), "dq": (2, 1), "dkv": (2, 2)},
 }
 
 
@@ -48,11 +49,12 @@ def attention_flops(
     >>> attention_flops("splash", "fwd", rows=1, heads=1, seq=128, d_qk=64, d_v=32) == 2 * 128 * 128 * (64 + 32)
     True
     """
-    if kernel == "triton":
-        d_qk = d_v = triton_width(max(d_qk, d_v))
     of_qk, of_v = KERNEL_PRODUCTS[kernel][part]
     window = window if window < seq else 0
-    scores = computed_scores(kernel, part, seq, d_qk, ranks, window, ring, order)
+    if kernel == "triton":
+        d_qk, d_v = triton_width(d_qk), triton_width(d_v)
+        seq = filled_tokens(seq, max(d_qk, d_v))
+    scores = computed_scores(kernel, part, seq, max(d_qk, d_v), ranks, window, ring, order)
     return 2 * rows * heads * scores * (of_qk * d_qk + of_v * d_v)
 
 
@@ -94,7 +96,7 @@ def computed_scores(
     size = {
         "xla": lambda: tokens_of_block(seq // chunks),
         "splash": lambda: splash_block_tokens(seq, ranks),
-        "triton": lambda: triton_block_tokens(seq, width) if part == "fwd" else TRITON_BACKWARD_BLOCK,
+        "triton": lambda: triton_blocks(seq, width)[part != "fwd"],
     }[kernel]()
     blocks = chunks * -(-seq // chunks // size)
     if ranks == 1:
@@ -125,10 +127,10 @@ def kernel_flops(name: str, float_shapes: Sequence[Sequence[int]], window: int =
         if queries < seq:  # it is told of neither a diagonal nor a window
             return 2 * rows * heads * queries * seq * sum(KERNEL_PRODUCTS["cudnn"][part[1]]) * width
         return attention_flops("cudnn", part[1], rows=rows, heads=heads, seq=seq, d_qk=width, d_v=width, window=window)
-    if part := re.fullmatch(r"mha_(preprocess|forward|backward)(_backward)?", name):
-        (*rows_and_heads, seq, heads, width), *_ = float_shapes
-        sizes = dict(rows=math.prod(rows_and_heads), heads=heads, seq=seq, d_qk=width, d_v=width, window=window)
-        return 0 if part[2] else attention_flops("triton", {"forward": "fwd", "backward": "bwd"}[part[1]], **sizes)
+    if part := re.fullmatch(r"mha_(fwd|dq|dkv)", name):
+        (*rows, seq, heads, d_qk), _, (*_, d_v), *_ = float_shapes
+        sizes = dict(rows=math.prod(rows), heads=heads, seq=seq, d_qk=d_qk, d_v=d_v, window=window)
+        return attention_flops("triton", part[1], **sizes)
     part = re.match(r"splash_(mha|window)_(fwd|bwd|dq|dkv)", name)
     if not part:
         return None

@@ -22,6 +22,5 @@ ATTENTION_KERNELS = {
     "splash": Runs(("tpu",), interpreted=("cpu",)),
     "triton": Runs(("gpu",), interpreted=("cpu",)),
 }
-# What model.kernel="auto" stands for on each platform, where it supports the model and its rows; elsewhere "xla". The
-# kernel for Triton has not been timed on a GPU.
-FASTEST_KERNEL = {"gpu": "cudnn", "tpu": "splash"}
+# What model.kernel="auto" stands for on each platform: the first that supports the model and its rows; elsewhere "xla".
+FASTEST_KERNELS = {"gpu": ("cudnn", "triton"), "tpu": ("splash",)}
