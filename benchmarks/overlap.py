@@ -2,6 +2,7 @@
 
     python benchmarks/overlap.py --config llama_1b_16 --topology v5e:4x4 [--rows 0 3] [--kernels 1]
     python benchmarks/overlap.py --config gpu_80gb_x8 --topology H100:1x8
+    python benchmarks/overlap.py --topology v6e:4x4 --rows 2 --options xla_tpu_scoped_vmem_limit_kib=32768
 
 Needs the TPU compiler, pip install -e '.[tpu]', or that for GPUs, pip install -e '.[gpu-compiler]'. One row for each
 way to send: as the config has it, without what hides it, and layouts of other meshes; on more chips than the config is
@@ -11,12 +12,13 @@ are the shares of bytes over these axes, *dp* with those over dp and cp together
 computed: asynchronous, with compute between start and done. The compiler gives kernels no cycles; they are priced at
 the longer of their bytes and of their FLOPs at the share of peak that --kernels says, by default that of plans. *MFU*
 is with them, *MFU-* leaves them out. *sent* are the GiB that a chip sends in a step, and *hidden* those that compute
-between start and done covers.
+between start and done covers. --options are further ones of the compiler, in each row.
 """
 
 import argparse
 import contextlib
 import os
+import re
 import sys
 import time
 from collections.abc import Mapping
@@ -29,7 +31,7 @@ os.environ |= {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1"}
 os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from arguments import Arguments, absent_devices, config_of, run_benchmark
+from arguments import Arguments, absent_devices, config_of, run_benchmark, setting
 
 from parallax.hardware.chips import KERNEL_EFFICIENCY
 
@@ -146,8 +148,9 @@ def main() -> None:
     parser.add_argument("--topology", default="v5e:4x4")
     parser.add_argument("--rows", nargs="*", type=int, help="numbers of rows; all without it")
     parser.add_argument("--kernels", type=float, default=KERNEL_EFFICIENCY, help="share of peak that kernels reach")
+    parser.add_argument("--options", nargs="+", default=[], type=setting, metavar="NAME=VALUE", help="of the compiler")
     args = parser.parse_args()
-    rows = ROWS[args.config]
+    rows = [row._replace(told={**row.told, **dict(args.options)}) for row in ROWS[args.config]]
     if wrong := [at for at in args.rows or () if not 0 <= at < len(rows)]:
         parser.error(f"--rows {wrong[0]}: {args.config} has rows 0 to {len(rows) - 1}")
     devices = absent_devices(args.topology)
@@ -163,7 +166,7 @@ def main() -> None:
 
 def title(row: Row) -> str:
     changes = [f"{name}={value}" for name, value in row.changes.items()]
-    told = [f"{name.removeprefix('xla_gpu_').removeprefix('enable_')}={value}" for name, value in row.told.items()]
+    told = [f"{re.sub('^xla_(gpu|tpu)_(enable_)?', '', name)}={value}" for name, value in row.told.items()]
     return ", ".join(changes + ["no options"] * (not row.options) + told) or "nothing"
 
 
