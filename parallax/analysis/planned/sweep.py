@@ -108,6 +108,7 @@ class LeastWork:
         self.tokens = settings.data.global_batch * settings.data.seq // ranks
         declared = model.plan.declared
         self.head_flops = flops_per_head_weight(declared) * settings.model.vocab * settings.model.d_model
+        self.head = OpCost(self.head_flops * self.tokens / self.devices, 0, "forward", 1)
         kernels = matmul_parameters_by_stack(settings.model, declared, trained=True)
         self.weight_gradient_flops = FLOPS_PER_GRADIENT * sum(kernels.values())
         self.itemsize = jnp.dtype(settings.model.dtype).itemsize
@@ -167,8 +168,8 @@ class LeastWork:
         fastest = max("compute", model.matmul, key=rate)  # some of them are in the compute dtype in any case
         attention = scores_flops(model, self.settings.data.seq)
         scores = 0
-        head, gradients = self.head_flops, self.weight_gradient_flops
-        weights = self.flops - attention - head - gradients
+        gradients = self.weight_gradient_flops
+        weights = self.flops - attention - self.head_flops - gradients
         if model.kernel == "xla":  # scores pass through memory, and are computed once more for the backward pass
             read_twice = tokens_read_twice(model.windows, self.settings.data.seq)
             of_layers = [block.heads * twice / 2 for block, twice in zip(model.block_of_each, read_twice, strict=True)]
@@ -179,10 +180,11 @@ class LeastWork:
         again = recomputed_flops(model, remat, seq=self.seq)
         kept = 2 * self._width_kept(choice.remat) * self.itemsize
         of_gradients = "compute" if model.matmul_weight_gradients == "compute" else fastest
-        costs = [(head, 0, "compute"), (gradients, 0, of_gradients), (weights, 0, fastest), (again, 0, fastest)]
+        costs = [(gradients, 0, of_gradients), (weights, 0, fastest), (again, 0, fastest)]
         costs += [(attention, scores, "compute"), (0, kept, "compute")]
         count = self.tokens / self.devices
-        return [OpCost(flops * count, moved * count, "forward", 1, matmul) for flops, moved, matmul in costs]
+        layers = [OpCost(flops * count, moved * count, "forward", 1, matmul) for flops, moved, matmul in costs]
+        return [*layers, self.head]
 
     def _sent(self, choice: Choice) -> list[Sent]:
         """Least communication. Over data axes: what the plan moves of layers. Over tp, with columns then rows: gathered
@@ -295,7 +297,10 @@ class Sweep:
 
     def find(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
         """Bound the work of all layouts; those that cannot fit are passed over."""
-        others = [choice for choice in choices(self.settings, self.topology.devices) if choice != self.configured]
+        every = [choice for choice in choices(self.settings, self.topology.devices) if choice != self.configured]
+        layers = self.settings.model.layers
+        others = [choice for choice in every if len(self.closed.arrangement(choice).placement) <= layers]
+        self.passed["not legal"] = len(every) - len(others)
         usable = self.topology.chip.usable_bytes
         self._bound_of = {}
         for done, choice in enumerate(others):
@@ -320,7 +325,10 @@ class Sweep:
                 self._bound_of[choice] = bound = max(bound, self._bounds[tighter](choice))
                 heapq.heappush(waiting, (bound, number, choice, tighter + 1))
                 continue
-            secs, size = self._in_closed_form(choice)
+            if (priced := self._in_closed_form(choice)) is None:
+                self.passed["not legal"] += 1
+                continue
+            secs, size = priced
             if size is None or self._may_fit(choice, size):
                 self._price_of[choice] = secs
             else:
@@ -333,21 +341,32 @@ class Sweep:
     @property
     def _bounds(self) -> list[Callable[[Choice], float]]:
         """Bounds of a layout's step besides that of its work, each tighter and dearer than the one before."""
-        return [self.least.bound, self._bound_of_products]
+        return [self.least.bound, self._bound_of_layers, self._bound_of_products]
+
+    def _bound_of_layers(self, choice: Choice) -> float:
+        """With all that its layers compute, which fewer traces say."""
+        return self._bound_with(choice, lambda: [*self.closed.products_of_layers(choice), self.least.head])
 
     def _bound_of_products(self, choice: Choice) -> float:
         """With all that its layers, embedding and head compute."""
+        return self._bound_with(choice, lambda: self.closed.products(choice))
+
+    def _bound_with(self, choice: Choice, products: Callable[[], list[OpCost]]) -> float:
         with contextlib.suppress(ParallaxError):
             if self.closed.knows(choice):
-                return self.least.bound(choice, self.closed.products(choice))
+                return self.least.bound(choice, products())
         return 0.0
 
-    def _in_closed_form(self, choice: Choice) -> tuple[float, int | None]:
-        """Seconds, and bytes of the device; of a layout without a closed form its bound and None."""
-        with contextlib.suppress(ParallaxError):
+    def _in_closed_form(self, choice: Choice) -> tuple[float, int | None] | None:
+        """Seconds, and bytes of the device; of a layout without a closed form its bound and None; None if it is not
+        legal."""
+        try:
             if self.closed.knows(choice):
                 priced = self.closed.estimate(choice)
                 return priced.secs, priced.peak_bytes
+        except ParallaxError:
+            if build_if_legal(choice.applied(self.settings), self.topology) is None:
+                return None
         return self._bound_of[choice], None
 
     def _may_fit(self, choice: Choice, size: float) -> bool:
