@@ -1056,7 +1056,7 @@ def test_an_interrupted_command_shows_what_it_has_and_ends_with_130(few, config,
     flags = ["--topology=v5e:1x2", "--config.mesh.tp=1", "--sweep", f"--cache={tmp_path / 'cache'}"]
     assert command.main(["plan", config, *flags]) == 130
     shown = capsys.readouterr()
-    assert "\n1 layouts priced; passed over: 1 not legal\n" in shown.out
+    assert "\n2 layouts priced; passed over: 3 not legal\n" in shown.out
     assert "the same command continues from here" in shown.err
 
 

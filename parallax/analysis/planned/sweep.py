@@ -298,8 +298,7 @@ class Sweep:
     def find(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
         """Bound the work of all layouts; those that cannot fit are passed over."""
         every = [choice for choice in choices(self.settings, self.topology.devices) if choice != self.configured]
-        layers = self.settings.model.layers
-        others = [choice for choice in every if len(self.closed.arrangement(choice).placement) <= layers]
+        others = [choice for choice in every if choice.stages <= self.settings.model.layers]
         self.passed["not legal"] = len(every) - len(others)
         usable = self.topology.chip.usable_bytes
         self._bound_of = {}
@@ -367,7 +366,7 @@ class Sweep:
         except ParallaxError:
             if build_if_legal(choice.applied(self.settings), self.topology) is None:
                 return None
-        return self._bound_of[choice], None
+        return (self._bound_of or {}).get(choice, 0.0), None
 
     def _may_fit(self, choice: Choice, size: float) -> bool:
         """Whether a layout of about this size may fit, perhaps with smaller sums of gradients."""
@@ -400,19 +399,31 @@ class Sweep:
         progress(done, done)
 
     def run_sets(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
-        """Price the settings' own layout with each set of recomputed parts, for `sets`; sets that do not fit are left
-        out."""
+        """Trace the settings' own layout with each set of recomputed parts that may be on the Pareto front of memory
+        and time, for `sets`; sets that do not fit are left out."""
         exchanges = self.configured.ep > 1
         sets = sets_to_try(self.settings.model, seq=self.settings.data.seq, exchanges=exchanges, apart=FINER)
-        tried = [*dict.fromkeys([self.configured.remat, *sets])]
-        for done, remat in enumerate(tried):
+        others = [self.configured._replace(remat=remat) for remat in sets if remat != self.configured.remat]
+        tried = [self.configured, *self._near_front(others)]
+        for done, choice in enumerate(tried):
             progress(done, len(tried))
-            choice = self.configured._replace(remat=remat)
             priced = self._priced(choice)
             if isinstance(priced, Estimate):
                 self.sets.append(PricedLayout(choice, priced))
         progress(len(tried), len(tried))
         self.sets.sort(key=lambda row: row.estimate.secs)
+
+    def _near_front(self, layouts: Sequence[Choice]) -> list[Choice]:
+        """Those than which no other is smaller and faster by more than the closed form may be wrong."""
+        priced = {choice: self._in_closed_form(choice) for choice in layouts}
+        known = [each for each in priced.values() if each and each[1] is not None]
+
+        def may_be(secs: float, size: int | None) -> bool:
+            if size is None:
+                return True
+            return not any(other < (1 - TIME_WITHIN) * secs and least <= size for other, least in known)
+
+        return [choice for choice, each in priced.items() if each and may_be(*each)]
 
     def _look_at(self, choice: Choice) -> None:
         usable, held = self.topology.chip.usable_bytes, self.least.held(choice)
