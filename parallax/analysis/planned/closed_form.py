@@ -11,12 +11,20 @@ A step is put together from its parts (parallax/analysis/planned/parts.py), each
 `estimate` makes a time of them, as of a traced step, and so there is one model of time.
 """
 
+import copy
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from parallax.analysis.compiled.program import costs_of
-from parallax.analysis.planned.layouts import Choice, model_on_topology, ranks_beside, unchosen_sizes, with_keys
+from parallax.analysis.planned.layouts import (
+    SECTION_OF,
+    Choice,
+    model_on_topology,
+    ranks_beside,
+    unchosen_sizes,
+    with_keys,
+)
 from parallax.analysis.planned.moves import SentPerUse, read_by_update
 from parallax.analysis.planned.parts import (
     Counts,
@@ -47,7 +55,7 @@ from parallax.analysis.traced.memory import (
     predicted_host_memory,
     predicted_state,
 )
-from parallax.config.settings import Settings
+from parallax.config.settings import Settings, check_settings
 from parallax.model.batch import BATCH_ARRAYS
 from parallax.pipeline import ShardedModel
 from parallax.schedules import SCHEDULES, Schedule, by_name, figures
@@ -55,6 +63,10 @@ from parallax.sharding.host import DEVICE
 from parallax.sharding.layers_on_ranks import Arrangement
 from parallax.sharding.plan import FLOAT32_BYTES
 
+# The part that follows from a key, if it is one.
+PART_OF = dict.fromkeys(["fsdp.bucket", "fsdp.gather_dtype"], "moves")
+PART_OF |= {f"optimizer.{key}": "moves" for key in ("m_dtype", "v_dtype", "states_on", "masters_on")}
+KEYS_OF_LAYOUTS = {f"{section}.{name}" for name, section in SECTION_OF.items()}
 ANCHORS = 2, 4  # rows of a microbatch for which layers are traced; the costs of others are on a line through these
 
 
@@ -86,6 +98,20 @@ class ClosedForm:
     def knows(self, choice: Choice) -> bool:
         """Whether a layout has a closed form: nothing that its passes write is in host memory."""
         return choice.grads_on == DEVICE and self.settings.pipeline.residuals_on == DEVICE
+
+    def changed(self, values: Mapping[str, Any]) -> "ClosedForm | None":
+        """The closed form with other values of keys, with all that is traced and does not follow from them; None if
+        more than one part may do."""
+        parts = {PART_OF.get(key) for key in values if key not in KEYS_OF_LAYOUTS}
+        if None in parts:
+            return None
+        if not parts:
+            return self
+        other = copy.copy(self)
+        other.settings = with_keys(self.settings, values)
+        check_settings(other.settings)
+        other._traced = {key: made for key, made in self._traced.items() if key[0] not in {*parts, "settings"}}
+        return other
 
     def estimate(self, choice: Choice) -> Estimate:
         """The estimate of a layout's step. Raises ParallaxError for layouts that are not legal, but not for all."""

@@ -308,18 +308,19 @@ class Sweep:
                 self._bound_of[choice] = self.least.work(choice)
         self.passed["too large"] = len(others) - len(self._bound_of)
 
-    def price(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
+    def price(self, progress: Callable[[int, int | None], None] = lambda done, total: None) -> None:
         """Price layouts in closed form, in the order of their bounds, until no other can be among the best; first
-        `find` them, if that was not done. A bound that is less than the best is made tighter first."""
+        `find` them, if that was not done. A bound that is less than the best is made tighter first. How many it will
+        be is not known, and `progress` is called without a total."""
         if self._bound_of is None:
             self.find()
         waiting = [(work, number, choice, 0) for number, (choice, work) in enumerate(self._bound_of.items())]
         heapq.heapify(waiting)
-        self._price_of, total = {}, len(waiting)
+        self._price_of = {}
         fitting: list[float] = []  # seconds of those that fit for certain
         while waiting and (len(fitting) < self.keep or waiting[0][0] <= fitting[self.keep - 1] * (1 + TIME_WITHIN)):
             bound, number, choice, tighter = heapq.heappop(waiting)
-            progress(total - len(waiting), total)
+            progress(len(self._price_of), None)
             if tighter < len(self._bounds):
                 self._bound_of[choice] = bound = max(bound, self._bounds[tighter](choice))
                 heapq.heappush(waiting, (bound, number, choice, tighter + 1))
@@ -335,7 +336,6 @@ class Sweep:
             if size is not None and size <= (1 - MEMORY_WITHIN) * self.topology.chip.usable_bytes:
                 insort(fitting, secs)
         self.passed["slower"] += len(waiting)
-        progress(total, total)
 
     @property
     def _bounds(self) -> list[Callable[[Choice], float]]:
