@@ -903,6 +903,7 @@ def test_a_plan_leads_to_the_best_changes_together(room, expected, monkeypatch):
         return Change(values, *(sum(EFFECTS[value][at] for value in values.items()) for at in (0, 1)))
 
     monkeypatch.setattr(plan_module, "single_changes", lambda *_: [dict([value]) for value in EFFECTS])
+    monkeypatch.setattr(plan_module, "faster_sets", lambda *_: [])
     monkeypatch.setattr(plan_module.Prices, "price", priced)
     tight = PAIR._replace(chip=PAIR.chip._replace(usable_bytes=room))
     found = helpful_changes(settings, tight, SimpleNamespace(peak_bytes=0, host_bytes=0))
