@@ -34,6 +34,7 @@ RUNS = {
     "context.py": r"ring +\d+\.\d\d +\d+\.\d{3}  \d+\.\d+",
     "experts.py": r"experts +\d+\.\d\d +\d+\.\d{3} +\d+\.\d\d",
     "experts.py --products": r"blocks +\d+\.\d\d +\d+\.\d{3}",
+    "closed_form.py": r"at most: 0\.\d\d % of the time, \d+\.\d % of the memory",
     "compile_time.py": r" +1 +\d+\.\d",
     "curves.py": r"\| all \| \d\.\d{4} \| [+-]\d+\.\d\d % \|",
     "curves.py --recipes": r"\| float8 row \| \d\.\d{4} \| [+-]\d+\.\d\d % \|",
@@ -90,6 +91,7 @@ PROCESSES = ("curves.py", "curves.py --recipes", "options.py --here", "recipes.p
 SECONDS = (
     "large.py",
     "bare.py",
+    "closed_form.py",
     "compile_time.py",
     "context.py",
     "decoding.py --ours",

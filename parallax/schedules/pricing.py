@@ -74,13 +74,22 @@ def figures(schedule: Timetable, costs: Costs = USUAL) -> Figures:
     return Figures(schedule.ticks, lockstep, 1 - work / lockstep, free, 1 - work / free, held, sends(schedule))
 
 
+def stages_of_rank(name: str, virtual: int = 1) -> int:
+    """The number of stages on each rank with the schedule called `name`, without building it.
+
+    >>> stages_of_rank("zero_bubble_v"), stages_of_rank("interleaved", virtual=4)
+    (2, 4)
+    """
+    return ZERO_BUBBLE.get(name) or virtual
+
+
 def least_bubble(name: str, ranks: int, microbatches: int, virtual: int = 1, costs: Costs = USUAL) -> float:
     """Lower bound of the lockstep bubble of the schedule called `name`, without building it.
 
     The last rank waits for the first forward pass, the first rank for the last backward pass, unless W fills that wait.
     """
     passes = costs.forward + (0 if name in ZERO_BUBBLE else costs.backward)
-    wait = (ranks - 1) * passes / (ZERO_BUBBLE.get(name) or virtual)
+    wait = (ranks - 1) * passes / stages_of_rank(name, virtual)
     return wait / (wait + microbatches * (costs.forward + costs.backward))
 
 

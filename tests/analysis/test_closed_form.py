@@ -6,7 +6,7 @@ import pytest
 
 from configs.base import get_config
 from parallax.analysis.planned.closed_form import ClosedForm, on_line
-from parallax.analysis.planned.layouts import Choice, choices
+from parallax.analysis.planned.layouts import Choice, choices, with_keys
 from parallax.analysis.planned.parts import LayerCosts, Place
 from parallax.analysis.planned.step_time import OpCost, predict
 from parallax.analysis.planned.sweep import MEMORY_WITHIN, TIME_WITHIN
@@ -93,6 +93,34 @@ def test_layouts_drawn_at_random_have_the_price_of_their_traced_step(topology, c
         found = closed.estimate(choice)
         assert found.secs == pytest.approx(step.secs, rel=TIME_WITHIN), choice
         assert found.peak_bytes == pytest.approx(step.peak_bytes, rel=MEMORY_WITHIN), choice
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"optimizer.m_dtype": "float8", "optimizer.v_dtype": "float8"},
+        *(
+            pytest.param(values, marks=pytest.mark.slow)
+            for values in (
+                {"fsdp.bucket": "module"},
+                {"fsdp.gather_dtype": "int8", "pipeline.remat": "layer"},
+                {"optimizer.states_on": "host"},
+                {"optimizer.masters_on": "host"},
+            )
+        ),
+    ],
+    ids=" ".join,
+)
+def test_other_values_of_keys_have_the_effect_of_their_traced_step(values):
+    settings = settings_of(layers=2)
+    closed, other = ClosedForm(settings, EIGHT), with_keys(settings, values)
+    before, changed = closed.estimate(Choice.of(settings)), closed.changed(values)
+    made = set(changed._traced)
+    then, step = changed.estimate(Choice.of(other)), predict(other, EIGHT)
+    assert then.secs == pytest.approx(step.secs, rel=TIME_WITHIN)
+    assert then.components["optimizer"] == step.components["optimizer"] and then.host_bytes == step.host_bytes
+    assert closed.estimate(Choice.of(settings)) == before
+    assert ("programs" in {key[0] for key in made}) and closed.changed({"model.matmul": "int8"}) is None
 
 
 def test_costs_of_other_rows_are_on_a_line_and_those_of_another_program_are_not():

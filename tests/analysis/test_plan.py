@@ -853,7 +853,7 @@ def test_a_plan_that_nothing_makes_fit_is_told_what_saves_most(monkeypatch):
     half, third = now.peak_bytes // 2, now.peak_bytes // 3
     priced = [Change({"larger": 1}, half, -0.5), Change({"less": 1}, -third, 0.1), Change({"least": 1}, -half, -0.1)]
     monkeypatch.setattr(plan_module, "_priced", lambda *args: priced)
-    monkeypatch.setattr(plan_module, "_price", lambda *args: None)
+    monkeypatch.setattr(plan_module.Prices, "price", lambda *args: None)
     tight = PAIR._replace(chip=PAIR.chip._replace(usable_bytes=now.peak_bytes // 4))
     assert [key for change in helpful_changes(tiny(), tight, now) for key in change.values] == ["least", "less"]
     shown = [key for change in helpful_changes(tiny(), PAIR, now) for key in change.values]
@@ -904,11 +904,12 @@ EFFECTS = {  # of a value of a key: bytes, and a share of the step's time
 def test_a_plan_leads_to_the_best_changes_together(room, expected, monkeypatch):
     settings = tiny()
 
-    def priced(values, *_):
+    def priced(_, values):
         return Change(values, *(sum(EFFECTS[value][at] for value in values.items()) for at in (0, 1)))
 
     monkeypatch.setattr(plan_module, "single_changes", lambda *_: [dict([value]) for value in EFFECTS])
-    monkeypatch.setattr(plan_module, "_price", priced)
+    monkeypatch.setattr(plan_module, "faster_sets", lambda *_: [])
+    monkeypatch.setattr(plan_module.Prices, "price", priced)
     tight = PAIR._replace(chip=PAIR.chip._replace(usable_bytes=room))
     found = helpful_changes(settings, tight, SimpleNamespace(peak_bytes=0, host_bytes=0))
     alone = [(*change.values.items(),) for change in found if change.together == 1]
@@ -1061,7 +1062,7 @@ def test_an_interrupted_command_shows_what_it_has_and_ends_with_130(few, config,
     flags = ["--topology=v5e:1x2", "--config.mesh.tp=1", "--sweep", f"--cache={tmp_path / 'cache'}"]
     assert command.main(["plan", config, *flags]) == 130
     shown = capsys.readouterr()
-    assert "\n1 layouts priced; passed over: 1 not legal\n" in shown.out
+    assert "\n2 layouts priced; passed over: 3 not legal\n" in shown.out
     assert "the same command continues from here" in shown.err
 
 

@@ -11,15 +11,24 @@ A step is put together from its parts (parallax/analysis/planned/parts.py), each
 `estimate` makes a time of them, as of a traced step, and so there is one model of time.
 """
 
+import copy
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from parallax.analysis.compiled.program import costs_of
-from parallax.analysis.planned.layouts import Choice, model_on_topology, ranks_beside, unchosen_sizes, with_keys
+from parallax.analysis.planned.layouts import (
+    SECTION_OF,
+    Choice,
+    model_on_topology,
+    ranks_beside,
+    unchosen_sizes,
+    with_keys,
+)
 from parallax.analysis.planned.moves import SentPerUse, read_by_update
 from parallax.analysis.planned.parts import (
     Counts,
+    Ends,
     LayerCosts,
     PassPrograms,
     Place,
@@ -30,6 +39,7 @@ from parallax.analysis.planned.parts import (
     messages_of_ticks,
     pass_programs,
     repeated,
+    traced_ends,
     traced_layers,
     traced_rest,
     working_bytes,
@@ -45,14 +55,18 @@ from parallax.analysis.traced.memory import (
     predicted_host_memory,
     predicted_state,
 )
-from parallax.config.settings import Settings
+from parallax.config.settings import Settings, check_settings
 from parallax.model.batch import BATCH_ARRAYS
 from parallax.pipeline import ShardedModel
-from parallax.schedules import Schedule, by_name, figures
+from parallax.schedules import SCHEDULES, Schedule, by_name, figures
 from parallax.sharding.host import DEVICE
 from parallax.sharding.layers_on_ranks import Arrangement
 from parallax.sharding.plan import FLOAT32_BYTES
 
+# The part that follows from a key, if it is one.
+PART_OF = dict.fromkeys(["fsdp.bucket", "fsdp.gather_dtype"], "moves")
+PART_OF |= {f"optimizer.{key}": "moves" for key in ("m_dtype", "v_dtype", "states_on", "masters_on")}
+KEYS_OF_LAYOUTS = {f"{section}.{name}" for name, section in SECTION_OF.items()}
 ANCHORS = 2, 4  # rows of a microbatch for which layers are traced; the costs of others are on a line through these
 
 
@@ -87,6 +101,20 @@ class ClosedForm:
         """Whether a layout has a closed form: nothing that its passes write is in host memory."""
         return choice.grads_on == DEVICE and self.settings.pipeline.residuals_on == DEVICE
 
+    def changed(self, values: Mapping[str, Any]) -> "ClosedForm | None":
+        """The closed form with other values of keys, with all that is traced and does not follow from them; None if
+        more than one part may do."""
+        parts = {PART_OF.get(key) for key in values if key not in KEYS_OF_LAYOUTS}
+        if None in parts:
+            return None
+        if not parts:
+            return self
+        other = copy.copy(self)
+        other.settings = with_keys(self.settings, values)
+        check_settings(other.settings)
+        other._traced = {key: made for key, made in self._traced.items() if key[0] not in {*parts, "settings"}}
+        return other
+
     def estimate(self, choice: Choice) -> Estimate:
         """The estimate of a layout's step. Raises ParallaxError for layouts that are not legal, but not for all."""
         timed = choice.as_timed
@@ -108,14 +136,20 @@ class ClosedForm:
 
     def products(self, choice: Choice) -> list[OpCost]:
         """The same without messages, and without what the sharding plan adds."""
-        costs = added(self._without_moves(choice))
-        return [cost._replace(count=count) for (cost, _), count in costs.items() if isinstance(cost, OpCost)]
+        return _operations(self._without_moves(choice))
+
+    def products_of_layers(self, choice: Choice) -> list[OpCost]:
+        """Those of the layers alone, for which neither ends nor a schedule of all microbatches are made."""
+        return _operations(self._of_layers(choice))
+
+    def _of_layers(self, choice: Choice) -> list[Counts]:
+        layers = self.layers_of_first_rank(choice).items()
+        return [repeated(self.layer(choice, *key).costs, choice.microbatches * count) for key, count in layers]
 
     def _without_moves(self, choice: Choice) -> list[Counts]:
         ends, schedule, many = self.ends(choice), self.schedule(choice), choice.microbatches
         costs = [messages_of_ticks(schedule, ends.x), ends.once, repeated(ends.each_microbatch, many)]
-        for (kind, number), layers in self.layers_of_first_rank(choice).items():
-            costs.append(repeated(self.layer(choice, kind, number).costs, many * layers))
+        costs += self._of_layers(choice)
         if choice.remat == "stage":  # each saves its input
             costs.append({(OpCost(0, 2 * ends.x, "forward", 0), Place("slot", "write")): many * schedule.virtual})
         return costs
@@ -153,13 +187,13 @@ class ClosedForm:
         key = "moves", *choice.sharding, choice.context, choice.order, schedule.placement, schedule.head
         return self._kept(key, lambda: self._moves(with_few_microbatches(choice)))
 
-    def ends(self, choice: Choice) -> Rest:
+    def ends(self, choice: Choice) -> Ends:
         """Costs of embedding and head."""
         head, ranks = self.schedule(choice).head, (choice.pp, choice.cp, choice.ep, choice.tp)
         of_all = choice.microbatches if head == "between" else 0
         key = "ends", *ranks, choice.context, choice.order, head, self.rows_of(choice), of_all
         few = with_few_microbatches(choice) if head == "inside" else choice
-        return self._kept(key, lambda: self._rest(few, self.rows_of(choice)).of_ends)
+        return self._kept(key, lambda: self._rest(few, self.rows_of(choice), traced_ends))
 
     def layer(self, choice: Choice, kind: int, number: int) -> LayerCosts:
         """Costs of a layer of this kind, whose settings have this number."""
@@ -192,7 +226,7 @@ class ClosedForm:
 
     def arrangement(self, choice: Choice) -> Arrangement:
         """Where the layers are."""
-        return Arrangement(self.schedule(choice).placement, self.settings.model.layer_kinds)
+        return Arrangement(self.schedule(with_few_microbatches(choice)).placement, self.settings.model.layer_kinds)
 
     def layers_of_first_rank(self, choice: Choice) -> Counter:
         """Number of layers of the first pipeline rank, by kind and by the number of their settings."""
@@ -222,7 +256,7 @@ class ClosedForm:
         state = predicted_state(model, settings)
         runs = [run for repeat in model.repeats for run in repeat.runs * repeat.times if run.can_prefetch]
         return Moves(
-            self._rest(choice, self.rows_of(choice)).of_plan,
+            self._rest(choice, self.rows_of(choice), traced_rest),
             SentPerUse.of(model.plan),
             model.plan.trained,
             read_by_update(model.plan),
@@ -232,11 +266,11 @@ class ClosedForm:
             [sum(run.kinds == (kind,) for run in runs) for kind in range(len(model.orders))],
         )
 
-    def _rest(self, choice: Choice, rows: int) -> Rest:
-        """Of a layout with so many rows of a microbatch on a device."""
+    def _rest(self, choice: Choice, rows: int, traced: Callable[[ShardedModel, int, int], Any]) -> Any:
+        """What is traced of a layout with so many rows of a microbatch on a device."""
         batch = rows * choice.microbatches * choice.dp * choice.ep * ranks_beside(self.settings.mesh)
         settings = with_keys(choice.applied(self.settings), {"data.global_batch": batch})
-        return traced_rest(model_on_topology(settings, self.topology), batch, settings.data.seq)
+        return traced(model_on_topology(settings, self.topology), batch, settings.data.seq)
 
     def _passes(self, choice: Choice, rows: int) -> list[tuple[PassPrograms, ShardedModel]]:
         """The passes of a layer of each kind, and the model in which they are traced."""
@@ -246,13 +280,13 @@ class ClosedForm:
             if traced_as not in self.layers:
                 self.layers[traced_as] = self._programs(choice, rows)
             model, programs = self.layers[traced_as]
-            split = self.schedule(choice).split
+            split = self._divides(choice)
             return [(pass_programs(layer, choice.remat, split=split), model) for layer in programs]
 
         return self._kept(("passes", *self._layer_key(choice), rows), passes)
 
     def _layer_key(self, choice: Choice) -> tuple:
-        return *self._traced_as(choice), choice.remat, self.schedule(choice).split
+        return *self._traced_as(choice), choice.remat, self._divides(choice)
 
     def _traced_as(self, choice: Choice) -> tuple:
         return choice.tp, choice.cp, choice.ep, choice.context, choice.order, self._remat_of_exchange(choice)
@@ -260,7 +294,11 @@ class ClosedForm:
     def _remat_of_exchange(self, choice: Choice) -> str:
         """The value of pipeline.remat with which a layer is traced. It matters only to an exchange of tokens, if the
         backward pass is not divided."""
-        return choice.remat if choice.ep > 1 and not self.schedule(choice).split else "none"
+        return choice.remat if choice.ep > 1 and not self._divides(choice) else "none"
+
+    def _divides(self, choice: Choice) -> bool:
+        """Whether the schedule divides the backward pass, with any number of microbatches."""
+        return self.schedule(with_few_microbatches(choice)).split
 
     def _programs(self, choice: Choice, rows: int) -> tuple[ShardedModel, list[TracedLayer]]:
         alone = dict(pp=1, dp=1, microbatches=1, schedule="gpipe", virtual=1, policy="zero3", exceptions="", prefetch=0)
@@ -293,9 +331,13 @@ class ClosedForm:
 
 
 def with_few_microbatches(choice: Choice) -> Choice:
-    """The layout with as many microbatches as ranks, if that divides its own."""
-    few = choice.microbatches % choice.pp == 0
+    """The layout with as many microbatches as ranks, if that divides its own, and no file has its schedule."""
+    few = choice.microbatches % choice.pp == 0 and choice.schedule in SCHEDULES
     return choice._replace(microbatches=choice.pp) if few else choice
+
+
+def _operations(costs: list[Counts]) -> list[OpCost]:
+    return [cost._replace(count=count) for (cost, _), count in added(costs).items() if isinstance(cost, OpCost)]
 
 
 def held_in(schedule: Schedule, layer: LayerCosts) -> int:

@@ -19,6 +19,7 @@ from parallax.model.families import CONTEXTS
 from parallax.model.kernels.platforms import ATTENTION_KERNELS
 from parallax.pipeline import ShardedModel
 from parallax.schedules import SCHEDULES
+from parallax.schedules.pricing import stages_of_rank
 from parallax.sharding.host import DEVICE, HOST
 from parallax.sharding.mesh import axis_between_slices, factorisations
 from parallax.sharding.zigzag import CONTIGUOUS, ZIGZAG
@@ -99,6 +100,11 @@ class Choice(NamedTuple):
     def data_ranks(self) -> int:
         """Number of ranks over which data axes shard a parameter."""
         return self.dp * self.cp * self.ep
+
+    @property
+    def stages(self) -> int:
+        """Number of stages of the pipeline."""
+        return self.pp * stages_of_rank(self.schedule, self.virtual)
 
     @property
     def as_timed(self) -> "Choice":

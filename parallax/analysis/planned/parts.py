@@ -28,7 +28,6 @@ from parallax.pipeline import (
     FORWARD,
     WEIGHTS,
     BatchedHead,
-    EndsState,
     MicrobatchHead,
     SaveAll,
     ShardedModel,
@@ -272,9 +271,18 @@ def working_bytes(passes: PassPrograms, model: ShardedModel, layers: int) -> int
 # ---- moves of weights and gradients, embedding and head
 
 
+class Ends(NamedTuple):
+    """The costs of embedding and head: for each microbatch, and once. `x` are the bytes of a microbatch's residual
+    stream."""
+
+    each_microbatch: Counts
+    once: Counts
+    x: int
+
+
 class Rest(NamedTuple):
-    """The costs of a step besides those of layers' passes: of what the plan moves for a layer of each kind and a
-    microbatch, for each microbatch, and once. And bytes."""
+    """The costs of a step besides those of layers' passes and of its ends: of what the plan moves for a layer of each
+    kind and a microbatch, for each microbatch, and once. And bytes."""
 
     each_layer: list[Counts]
     each_microbatch: Counts
@@ -282,28 +290,24 @@ class Rest(NamedTuple):
     grads: int  # sums of gradients
     resident: int  # weights in a step, at rest or gathered for all of it
     gathered: int  # weights of a layer
-    x: int  # a microbatch's residual stream
 
-    @property
-    def of_plan(self) -> "Rest":
-        """Without the costs that only embedding and head have."""
-        return self._only(lambda place: place.of_plan or OF_ENDS not in place.stack)
 
-    @property
-    def of_ends(self) -> "Rest":
-        """Only those."""
-        return self._only(lambda place: OF_ENDS in place.stack and not place.of_plan)
+def traced_ends(model: ShardedModel, rows: int, seq: int) -> Ends:
+    """The costs of embedding and head for a global batch of so many rows."""
+    sizes: list[int] = []
 
-    def _only(self, which: Callable[[Place], bool]) -> "Rest":
-        def only(costs: Counts) -> Counts:
-            return {key: count for key, count in costs.items() if which(key[1])}
+    def step(params: Any, batch: Any, noise: Array) -> list[Array]:
+        schedule, ends, *_ = pipeline_of(model, params, batch, noise, "parts")
+        grads, metrics, x = _ends(ends, schedule)
+        sizes.append(x)
+        return jax.tree.leaves([grads, metrics])
 
-        each_layer, once = [only(costs) for costs in self.each_layer], only(self.once)
-        return self._replace(each_layer=each_layer, each_microbatch=only(self.each_microbatch), once=once)
+    by_scope = _counted_by_scope(step, model, rows, seq, lambda place: OF_ENDS in place.stack and not place.of_plan)
+    return Ends(by_scope[EACH_MICROBATCH], by_scope[""], sizes[0])
 
 
 def traced_rest(model: ShardedModel, rows: int, seq: int) -> Rest:
-    """The same for a global batch of so many rows."""
+    """What the plan moves, for the same batch."""
     sizes: Counter[str] = Counter()
 
     def step(params: Any, batch: Any, noise: Array) -> list[Array]:
@@ -315,23 +319,32 @@ def traced_rest(model: ShardedModel, rows: int, seq: int) -> Rest:
             out += used
             sizes["resident"] += _bytes_of(weights.resident)
             sizes["gathered"] = max(sizes["gathered"], _bytes_of(used[: len(used) // 4]))
-        with jax.named_scope(OF_ENDS):
-            state, sizes["x"] = _ends(ends, schedule)
-            ended = ends.finish(state)
-            metrics = [sum_over(ended.loss, ends.loss_axes), ends.tokens.count()]
-        sizes["grads"] = _bytes_of([grads, state.grads])
+        of_ends, metrics, _ = _ends(ends, schedule)
+        sizes["grads"] = _bytes_of([grads, of_ends])
         sizes["resident"] += _bytes_of(ends.weights)
-        out += jax.tree.leaves([metrics, model.plan.store(ended.grads | grads)])
-        return [as_varying(leaf)[None] for leaf in out]
+        return [*out, *jax.tree.leaves([metrics, model.plan.store(of_ends | grads)])]
 
-    local = jax.shard_map(step, out_specs=P(tuple(model.mesh.axis_names)), **model.on_mesh)
+    by_scope = _counted_by_scope(step, model, rows, seq, lambda place: place.of_plan or OF_ENDS not in place.stack)
+    each_layer = [by_scope[f"{EACH_LAYER} {kind}"] for kind in range(len(model.orders))]
+    return Rest(each_layer, by_scope[EACH_MICROBATCH], by_scope[""], **sizes)
+
+
+def _counted_by_scope(
+    step: Callable[..., list[Array]], model: ShardedModel, rows: int, seq: int, which: Callable[[Place], bool]
+) -> dict[str, Counts]:
+    """The costs of these places, by the scope that says how often they occur."""
+
+    def varying(*args: Any) -> list[Array]:
+        return [as_varying(leaf)[None] for leaf in step(*args)]
+
+    local = jax.shard_map(varying, out_specs=P(tuple(model.mesh.axis_names)), **model.on_mesh)
     program = jax.make_jaxpr(local)(model.shapes, _batch(rows, seq), jax.ShapeDtypeStruct((2,), jnp.int32))
     by_scope: dict[str, Counts] = defaultdict(dict)
     for key, count in counted(program, model).items():
-        scope = next((name for name in key[1].stack.split("/") if name.startswith((EACH_LAYER, EACH_MICROBATCH))), "")
-        by_scope[scope][key] = count
-    each_layer = [by_scope[f"{EACH_LAYER} {kind}"] for kind in range(len(model.orders))]
-    return Rest(each_layer, by_scope[EACH_MICROBATCH], by_scope[""], **sizes)
+        if which(key[1]):
+            names = (name for name in key[1].stack.split("/") if name.startswith((EACH_LAYER, EACH_MICROBATCH)))
+            by_scope[next(names, "")][key] = count
+    return by_scope
 
 
 def _moved(model: ShardedModel, weights: Any, stack: str, rounding: Any) -> tuple[list[Array], Any]:
@@ -357,19 +370,23 @@ def _by_product(weight: Array) -> Array:
     return weight @ jnp.ones((weight.shape[-1], weight.shape[-1]), weight.dtype)
 
 
-def _ends(ends: MicrobatchHead | BatchedHead, schedule: Schedule) -> tuple[EndsState, int]:
-    """The state after embedding and head of one microbatch; where they are outside of the ticks, of all. And the bytes
-    of a microbatch's residual stream."""
-    state, zero = ends.start(schedule.exit_slots), jnp.int32(0)
-    with jax.named_scope(EACH_MICROBATCH):
-        with jax.named_scope(FORWARD):
-            x = ends.first_stage_input(state, zero)
-        state = ends.on_last_stage_output(state, zero, zero, x)
-    if isinstance(ends, BatchedHead):
-        state = ends.run_head(state)
-    with jax.named_scope(EACH_MICROBATCH), jax.named_scope(BACKWARD):
-        dx = ends.last_stage_gradient(state, zero, zero)
-        return ends.on_first_stage_gradient(state, zero, dx), _bytes(x)
+def _ends(ends: MicrobatchHead | BatchedHead, schedule: Schedule) -> tuple[Any, list[Array], int]:
+    """The gradients and metrics of embedding and head of one microbatch; where they are outside of the ticks, of all.
+    And the bytes of a microbatch's residual stream."""
+    zero = jnp.int32(0)
+    with jax.named_scope(OF_ENDS):
+        state = ends.start(schedule.exit_slots)
+        with jax.named_scope(EACH_MICROBATCH):
+            with jax.named_scope(FORWARD):
+                x = ends.first_stage_input(state, zero)
+            state = ends.on_last_stage_output(state, zero, zero, x)
+        if isinstance(ends, BatchedHead):
+            state = ends.run_head(state)
+        with jax.named_scope(EACH_MICROBATCH), jax.named_scope(BACKWARD):
+            dx = ends.last_stage_gradient(state, zero, zero)
+            state = ends.on_first_stage_gradient(state, zero, dx)
+        ended = ends.finish(state)
+        return ended.grads, [sum_over(ended.loss, ends.loss_axes), ends.tokens.count()], _bytes(x)
 
 
 def _bytes_of(tree: Any) -> int:

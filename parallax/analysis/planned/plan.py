@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import math
 import shlex
@@ -166,38 +167,99 @@ SHOWN_ALONE |= {f"optimizer.{key}" for key in ("m_dtype", "v_dtype", "weights_dt
 
 class Change(NamedTuple):
     """Other values of keys, as {"pipeline.remat": "layer"}, and their effect: bytes of a chip, and a share of the
-    step's time. `together` is the number of single changes that they are."""
+    step's time, of traced steps or by the closed form. `together` is the number of single changes that they are."""
 
     values: Mapping[str, Any]
     bytes: int
     secs: float
     together: int = 1
+    is_traced: bool = True
+
+
+AXES_OF_LAYERS = "tp", "cp", "ep"  # layers are traced for each of their sizes, which one layout is not worth
+
+
+class Prices:
+    """Prices changes of a planned step: in closed form, which is cheaper, where they have one."""
+
+    def __init__(self, settings: Settings, topology: Topology, now: Estimate):
+        self.settings, self.topology, self.now = settings, topology, now
+        self.closed, self.layout = ClosedForm(settings, topology), Choice.of(settings)
+
+    @property
+    def free_bytes(self) -> int:
+        """Memory of a chip that the step leaves."""
+        return self.topology.chip.usable_bytes - self.now.peak_bytes
+
+    @functools.cached_property
+    def before(self) -> Estimate | None:
+        """The step in closed form; None if it has none."""
+        with contextlib.suppress(ParallaxError):
+            return self.closed.estimate(self.layout) if self.closed.knows(self.layout) else None
+        return None
+
+    def price(self, values: Mapping[str, Any]) -> Change | None:
+        """The effect of a change, in closed form if it has one; None if it is not legal, or if the host's memory cannot
+        hold it."""
+        with contextlib.suppress(ParallaxError):
+            closed, layout = self.closed.changed(values), Choice.of(with_keys(self.settings, values))
+            alone = any(getattr(layout, axis) != getattr(self.layout, axis) for axis in AXES_OF_LAYERS)
+            if self.before is not None and closed is not None and closed.knows(layout) and not alone:
+                return self._compared(values, closed.estimate(layout), self.before)
+        return self.traced(values)
+
+    def traced(self, values: Mapping[str, Any]) -> Change | None:
+        """The same by the traced step."""
+        with contextlib.suppress(ParallaxError):
+            then = self._compared(values, predicted(with_keys(self.settings, values), self.topology), self.now)
+            return then and then._replace(is_traced=True)
+        return None
+
+    def _compared(self, values: Mapping[str, Any], then: Estimate, before: Estimate) -> Change | None:
+        if then.host_bytes > max(self.topology.chip.host_bytes, self.now.host_bytes):
+            return None
+        return Change(values, then.peak_bytes - before.peak_bytes, then.secs / before.secs - 1, is_traced=False)
 
 
 def helpful_changes(
     settings: Settings, topology: Topology, now: Estimate, show: Callable[[int, int], None] = lambda done, of: None
 ) -> list[Change]:
     """Changes that save time or memory: first those that fit, by time saved, then those that save memory, and last the
-    best of them together.
+    best of them together. Those that save time have the figures of traced steps.
 
-    If the step does not fit: first those that make it fit, fastest first, then those that come nearest. `show` is
-    called with the number of changes priced so far and the number of all.
+    If the step does not fit: first those that make it fit, fastest first, then those that come nearest, all by their
+    traced steps. `show` is called with the number of changes priced so far and the number of all.
     """
-    changes = list(_priced(settings, topology, now, show))
-    free_bytes, by_secs, by_bytes = topology.chip.usable_bytes - now.peak_bytes, attrgetter("secs"), attrgetter("bytes")
+    prices = Prices(settings, topology, now)
+    changes = list(_priced(prices, show))
+    while guessed := [change for change in best_alone(changes, prices)[0] if not change.is_traced]:
+        traced = [prices.traced(change.values) for change in guessed]
+        changes = [change for change in changes if change not in guessed] + [change for change in traced if change]
+    together = best_together(prices, _faster(changes, prices.free_bytes)) if prices.free_bytes >= 0 else []
+    return [*itertools.chain(*best_alone(changes, prices)), *together]
+
+
+def _faster(changes: Sequence[Change], free_bytes: int) -> list[Change]:
+    """Those that save time and fit, fastest first."""
+    faster = [change for change in changes if change.secs < -LEAST_SPEEDUP and change.bytes <= free_bytes]
+    return sorted(faster, key=attrgetter("secs"))
+
+
+def best_alone(changes: Sequence[Change], prices: Prices) -> tuple[list[Change], list[Change]]:
+    """The single changes that are shown: those that save time, and those that save memory alone. Of a step that does
+    not fit, all are of the first kind."""
+    free_bytes, by_secs, by_bytes = prices.free_bytes, attrgetter("secs"), attrgetter("bytes")
     if free_bytes < 0:
         smaller = sorted((change for change in changes if change.bytes < 0), key=by_bytes)
         enough = sorted((change for change in smaller if change.bytes <= free_bytes), key=by_secs)
-        return (enough + [change for change in smaller if change.bytes > free_bytes])[:CHANGES_SHOWN]
-    faster = [change for change in changes if change.secs < -LEAST_SPEEDUP and change.bytes <= free_bytes]
-    smaller = [change for change in changes if change.bytes < -LEAST_SAVING * now.peak_bytes and change not in faster]
+        return (enough + [change for change in smaller if change.bytes > free_bytes])[:CHANGES_SHOWN], []
+    faster, least_saving = _faster(changes, free_bytes), LEAST_SAVING * prices.now.peak_bytes
+    smaller = [change for change in changes if change.bytes < -least_saving and change not in faster]
     half = CHANGES_SHOWN // 2
     most, least = max(half, CHANGES_SHOWN - len(smaller)), max(half, CHANGES_SHOWN - len(faster))
-    faster.sort(key=by_secs)
     smaller.sort(key=by_bytes)
     alone = sorted(best_of_each_key(faster, most), key=by_secs)
-    alone += sorted(best_of_each_key(smaller, least), key=by_bytes)
-    return alone + best_together(settings, topology, now, faster)
+    return alone, sorted(best_of_each_key(smaller, least), key=by_bytes)
 
 
 def best_of_each_key(ordered: Sequence[Change], count: int) -> list[Change]:
@@ -207,7 +269,7 @@ def best_of_each_key(ordered: Sequence[Change], count: int) -> list[Change]:
     return [ordered[number] for number in numbers[:count]]
 
 
-def best_together(settings: Settings, topology: Topology, now: Estimate, faster: Sequence[Change]) -> list[Change]:
+def best_together(prices: Prices, faster: Sequence[Change]) -> list[Change]:
     """The two best changes together and, if more help, all that do. From the fastest on, each is added that fits and
     still saves time. Changes of dtypes and of memory, which do more than move work, are left to the user."""
     best, pair = None, []
@@ -217,46 +279,35 @@ def best_together(settings: Settings, topology: Topology, now: Estimate, faster:
         if best is None:
             best = change
             continue
-        then = _price({**best.values, **change.values}, settings, topology, now)
-        if then and then.bytes <= topology.chip.usable_bytes - now.peak_bytes and then.secs < best.secs - LEAST_GAIN:
+        then = prices.price({**best.values, **change.values})
+        if then and then.bytes <= prices.free_bytes and then.secs < best.secs - LEAST_GAIN:
             best = then._replace(together=best.together + 1)
             pair += [best] * (best.together == 2)
-    return pair + [best] * (best is not None and best.together > 2)
+    shown = pair + [best] * (best is not None and best.together > 2)
+    traced = (change if change.is_traced else prices.traced(change.values) for change in shown)
+    return [then._replace(together=change.together) for change, then in zip(shown, traced) if then]
 
 
-def _priced(
-    settings: Settings, topology: Topology, now: Estimate, show: Callable[[int, int], None]
-) -> Iterator[Change]:
-    tried = list(single_changes(settings, topology))
-    finer = ({"pipeline.remat": remat} for remat in faster_sets(settings, topology, now))
+def _priced(prices: Prices, show: Callable[[int, int], None]) -> Iterator[Change]:
+    tried = list(single_changes(prices.settings, prices.topology))
+    finer = ({"pipeline.remat": remat} for remat in faster_sets(prices))
     tried += [values for values in finer if values not in tried]
     for done, values in enumerate(tried):
         show(done, len(tried))
-        if priced := _price(values, settings, topology, now):
+        if priced := prices.price(values):
             yield priced
 
 
-def _price(values: Mapping[str, Any], settings: Settings, topology: Topology, now: Estimate) -> Change | None:
-    """The effect of a change; None if it is not legal, or if the host's memory cannot hold it."""
-    with contextlib.suppress(ParallaxError):
-        then = predicted(with_keys(settings, values), topology)
-        if then.host_bytes <= max(topology.chip.host_bytes, now.host_bytes):
-            return Change(values, then.peak_bytes - now.peak_bytes, then.secs / now.secs - 1)
-    return None
-
-
-def faster_sets(settings: Settings, topology: Topology, now: Estimate) -> list[str]:
+def faster_sets(prices: Prices) -> list[str]:
     """The values of `pipeline.remat`, a few apart from each other, of which the closed form says that they save the
     most time and fit."""
-    closed, layout, faster = ClosedForm(settings, topology), Choice.of(settings), {}
-    if not closed.knows(layout):
+    settings, faster = prices.settings, {}
+    if prices.before is None:
         return []
-    before, room = closed.estimate(layout), topology.chip.usable_bytes - now.peak_bytes
-    for remat in sets_to_try(settings.model, seq=settings.data.seq, exchanges=layout.ep > 1, apart=FINER):
-        with contextlib.suppress(ParallaxError):
-            then = closed.estimate(layout._replace(remat=remat))
-            if then.secs < before.secs and then.peak_bytes - before.peak_bytes <= room:
-                faster[remat] = then.secs
+    for remat in sets_to_try(settings.model, seq=settings.data.seq, exchanges=prices.layout.ep > 1, apart=FINER):
+        then = prices.price({"pipeline.remat": remat})
+        if then and then.secs < 0 and then.bytes <= prices.free_bytes:
+            faster[remat] = then.secs
     return sorted(faster, key=faster.__getitem__)[:MORE_SETS]
 
 

@@ -108,6 +108,7 @@ class LeastWork:
         self.tokens = settings.data.global_batch * settings.data.seq // ranks
         declared = model.plan.declared
         self.head_flops = flops_per_head_weight(declared) * settings.model.vocab * settings.model.d_model
+        self.head = OpCost(self.head_flops * self.tokens / self.devices, 0, "forward", 1)
         kernels = matmul_parameters_by_stack(settings.model, declared, trained=True)
         self.weight_gradient_flops = FLOPS_PER_GRADIENT * sum(kernels.values())
         self.itemsize = jnp.dtype(settings.model.dtype).itemsize
@@ -167,8 +168,8 @@ class LeastWork:
         fastest = max("compute", model.matmul, key=rate)  # some of them are in the compute dtype in any case
         attention = scores_flops(model, self.settings.data.seq)
         scores = 0
-        head, gradients = self.head_flops, self.weight_gradient_flops
-        weights = self.flops - attention - head - gradients
+        gradients = self.weight_gradient_flops
+        weights = self.flops - attention - self.head_flops - gradients
         if model.kernel == "xla":  # scores pass through memory, and are computed once more for the backward pass
             read_twice = tokens_read_twice(model.windows, self.settings.data.seq)
             of_layers = [block.heads * twice / 2 for block, twice in zip(model.block_of_each, read_twice, strict=True)]
@@ -179,10 +180,11 @@ class LeastWork:
         again = recomputed_flops(model, remat, seq=self.seq)
         kept = 2 * self._width_kept(choice.remat) * self.itemsize
         of_gradients = "compute" if model.matmul_weight_gradients == "compute" else fastest
-        costs = [(head, 0, "compute"), (gradients, 0, of_gradients), (weights, 0, fastest), (again, 0, fastest)]
+        costs = [(gradients, 0, of_gradients), (weights, 0, fastest), (again, 0, fastest)]
         costs += [(attention, scores, "compute"), (0, kept, "compute")]
         count = self.tokens / self.devices
-        return [OpCost(flops * count, moved * count, "forward", 1, matmul) for flops, moved, matmul in costs]
+        layers = [OpCost(flops * count, moved * count, "forward", 1, matmul) for flops, moved, matmul in costs]
+        return [*layers, self.head]
 
     def _sent(self, choice: Choice) -> list[Sent]:
         """Least communication. Over data axes: what the plan moves of layers. Over tp, with columns then rows: gathered
@@ -296,7 +298,9 @@ class Sweep:
     def find(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
         """Bound the work of all layouts; those that cannot fit are passed over."""
         every = choices(self.settings, self.topology.devices, slices=self.topology.slices)
-        others = [choice for choice in every if choice != self.configured]
+        every = [choice for choice in every if choice != self.configured]
+        others = [choice for choice in every if choice.stages <= self.settings.model.layers]
+        self.passed["not legal"] = len(every) - len(others)
         usable = self.topology.chip.usable_bytes
         self._bound_of = {}
         for done, choice in enumerate(others):
@@ -305,23 +309,27 @@ class Sweep:
                 self._bound_of[choice] = self.least.work(choice)
         self.passed["too large"] = len(others) - len(self._bound_of)
 
-    def price(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
+    def price(self, progress: Callable[[int, int | None], None] = lambda done, total: None) -> None:
         """Price layouts in closed form, in the order of their bounds, until no other can be among the best; first
-        `find` them, if that was not done. A bound that is less than the best is made tighter first."""
+        `find` them, if that was not done. A bound that is less than the best is made tighter first. How many it will
+        be is not known, and `progress` is called without a total."""
         if self._bound_of is None:
             self.find()
         waiting = [(work, number, choice, 0) for number, (choice, work) in enumerate(self._bound_of.items())]
         heapq.heapify(waiting)
-        self._price_of, total = {}, len(waiting)
+        self._price_of = {}
         fitting: list[float] = []  # seconds of those that fit for certain
         while waiting and (len(fitting) < self.keep or waiting[0][0] <= fitting[self.keep - 1] * (1 + TIME_WITHIN)):
             bound, number, choice, tighter = heapq.heappop(waiting)
-            progress(total - len(waiting), total)
+            progress(len(self._price_of), None)
             if tighter < len(self._bounds):
                 self._bound_of[choice] = bound = max(bound, self._bounds[tighter](choice))
                 heapq.heappush(waiting, (bound, number, choice, tighter + 1))
                 continue
-            secs, size = self._in_closed_form(choice)
+            if (priced := self._in_closed_form(choice)) is None:
+                self.passed["not legal"] += 1
+                continue
+            secs, size = priced
             if size is None or self._may_fit(choice, size):
                 self._price_of[choice] = secs
             else:
@@ -329,27 +337,37 @@ class Sweep:
             if size is not None and size <= (1 - MEMORY_WITHIN) * self.topology.chip.usable_bytes:
                 insort(fitting, secs)
         self.passed["slower"] += len(waiting)
-        progress(total, total)
 
     @property
     def _bounds(self) -> list[Callable[[Choice], float]]:
         """Bounds of a layout's step besides that of its work, each tighter and dearer than the one before."""
-        return [self.least.bound, self._bound_of_products]
+        return [self.least.bound, self._bound_of_layers, self._bound_of_products]
+
+    def _bound_of_layers(self, choice: Choice) -> float:
+        """With all that its layers compute, which fewer traces say."""
+        return self._bound_with(choice, lambda: [*self.closed.products_of_layers(choice), self.least.head])
 
     def _bound_of_products(self, choice: Choice) -> float:
         """With all that its layers, embedding and head compute."""
+        return self._bound_with(choice, lambda: self.closed.products(choice))
+
+    def _bound_with(self, choice: Choice, products: Callable[[], list[OpCost]]) -> float:
         with contextlib.suppress(ParallaxError):
             if self.closed.knows(choice):
-                return self.least.bound(choice, self.closed.products(choice))
+                return self.least.bound(choice, products())
         return 0.0
 
-    def _in_closed_form(self, choice: Choice) -> tuple[float, int | None]:
-        """Seconds, and bytes of the device; of a layout without a closed form its bound and None."""
-        with contextlib.suppress(ParallaxError):
+    def _in_closed_form(self, choice: Choice) -> tuple[float, int | None] | None:
+        """Seconds, and bytes of the device; of a layout without a closed form its bound and None; None if it is not
+        legal."""
+        try:
             if self.closed.knows(choice):
                 priced = self.closed.estimate(choice)
                 return priced.secs, priced.peak_bytes
-        return self._bound_of[choice], None
+        except ParallaxError:
+            if build_if_legal(choice.applied(self.settings), self.topology) is None:
+                return None
+        return (self._bound_of or {}).get(choice, 0.0), None
 
     def _may_fit(self, choice: Choice, size: float) -> bool:
         """Whether a layout of about this size may fit, perhaps with smaller sums of gradients."""
@@ -382,19 +400,31 @@ class Sweep:
         progress(done, done)
 
     def run_sets(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
-        """Price the settings' own layout with each set of recomputed parts, for `sets`; sets that do not fit are left
-        out."""
+        """Trace the settings' own layout with each set of recomputed parts that may be on the Pareto front of memory
+        and time, for `sets`; sets that do not fit are left out."""
         exchanges = self.configured.ep > 1
         sets = sets_to_try(self.settings.model, seq=self.settings.data.seq, exchanges=exchanges, apart=FINER)
-        tried = [*dict.fromkeys([self.configured.remat, *sets])]
-        for done, remat in enumerate(tried):
+        others = [self.configured._replace(remat=remat) for remat in sets if remat != self.configured.remat]
+        tried = [self.configured, *self._near_front(others)]
+        for done, choice in enumerate(tried):
             progress(done, len(tried))
-            choice = self.configured._replace(remat=remat)
             priced = self._priced(choice)
             if isinstance(priced, Estimate):
                 self.sets.append(PricedLayout(choice, priced))
         progress(len(tried), len(tried))
         self.sets.sort(key=lambda row: row.estimate.secs)
+
+    def _near_front(self, layouts: Sequence[Choice]) -> list[Choice]:
+        """Those than which no other is smaller and faster by more than the closed form may be wrong."""
+        priced = {choice: self._in_closed_form(choice) for choice in layouts}
+        known = [each for each in priced.values() if each and each[1] is not None]
+
+        def may_be(secs: float, size: int | None) -> bool:
+            if size is None:
+                return True
+            return not any(other < (1 - TIME_WITHIN) * secs and least <= size for other, least in known)
+
+        return [choice for choice, each in priced.items() if each and may_be(*each)]
 
     def _look_at(self, choice: Choice) -> None:
         usable, held = self.topology.chip.usable_bytes, self.least.held(choice)
