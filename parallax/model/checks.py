@@ -48,7 +48,7 @@ def check_on_mesh(model: ModelConfig, settings: Settings, mesh: Any, schedule: S
     check_context(model, layout.context, sizes)
     check_kernel(model, mesh)
     check_matmul(model, layout, sizes)
-    check_streams(model, layout)
+    check_token_streams(model, layout)
     check_schedule_is_used(pipeline, sizes)
     check_stages(model, schedule)
     check_remat(model, pipeline.remat)
@@ -148,7 +148,7 @@ def check_matmul(model: ModelConfig, layout: LayoutConfig, axis_sizes: Mapping[s
         )
 
 
-def check_streams(model: ModelConfig, layout: LayoutConfig) -> None:
+def check_token_streams(model: ModelConfig, layout: LayoutConfig) -> None:
     """Raise ConfigError if products are not those of token streams: plain ones, since scales of 8 bits are of all
     tokens, and an adapter's dropout knows its tokens by their places."""
     others = {"matmul": COMPUTE, "lora_rank": 0, "dense": "dense"}
