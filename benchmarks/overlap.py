@@ -62,6 +62,9 @@ RING = {"layout.context": "ring", "model.kernel": "xla"}
 # One product for q, k and v, and one for gate and up: of kernels that are joined when they are used, and of one kernel.
 JOINED = {"model.attention": "joined:JoinedGQA", "model.mlp": "joined:JoinedMLP"}
 ONE_KERNEL = {"model.attention": "joined:GQAOfOneKernel", "model.mlp": "joined:MLPOfOneKernel"}
+# Tokens over tp, and their collectives as they are or as permutes beside the products.
+TOKENS_OVER_TP = {"layout.residual": "batch/dp seq/tp d_model"}
+STREAMS = TOKENS_OVER_TP | {"layout.tensor_parallel": "streams"}
 TABLES_ONCE = {"data_parallel.exceptions": "embedding=lean head=lean"}  # their gradients are exchanged once a step
 TABLE_FIRST = {"loss.table_first": True}  # the head's gradient is exchanged before layers run backward
 # Options of XLA for GPUs, each in addition to the first.
@@ -110,6 +113,8 @@ ROWS = {
         Row(JOINED),
         Row(ONE_KERNEL),
         Row(TABLE_FIRST),
+        Row({"mesh.dp": 8, "mesh.tp": 2} | TOKENS_OVER_TP),
+        Row({"mesh.dp": 8, "mesh.tp": 2} | STREAMS),
     ],
     "llama2_7b_64": [
         Row({}),
@@ -122,6 +127,8 @@ ROWS = {
         Row(FOUR | PIPELINE | {"mesh.dp": 16, "pipeline.virtual": 2, "pipeline.microbatches": 16}),
         Row({"mesh.dp": 16, "mesh.tp": 4}),
         Row(INTERLEAVED | {"mesh.dp": 16, "pipeline.virtual": 2, "pipeline.microbatches": 16}),
+        Row({"mesh.dp": 16, "mesh.tp": 4} | TOKENS_OVER_TP),
+        Row({"mesh.dp": 16, "mesh.tp": 4} | STREAMS),
     ],
     "llama_1b_128k": [
         Row({}),

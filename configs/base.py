@@ -164,7 +164,9 @@ def get_config() -> ConfigDict:
     # How arrays are sharded.
     config.layout = ConfigDict()
     config.layout.residual = "batch/dp seq d_model/tp"  # or "batch/dp seq/tp d_model"
-    config.layout.tensor_parallel = "column_row"  # "column_row" | "scatter": how kernels are sharded over tp
+    # "column_row" | "scatter" | "streams": how kernels are sharded over tp, and activations sent: streams is column_row
+    # whose tokens are multiplied as they arrive (only with a residual sharded over seq)
+    config.layout.tensor_parallel = "column_row"
     config.layout.embedding = "vocab_parallel"  # "vocab_parallel" | "all_to_all": how tables are sharded over tp
     # "all_gather" | "ring" | "ulysses": how queries attend to the keys of other cp ranks: keys and values are gathered;
     # or move from rank to rank (only with kernel='xla'); or an all-to-all shards heads instead of seq

@@ -37,6 +37,7 @@ ALL_AXES = ("pp", "replica", "dp", "cp", "ep", "tp")
 AXES = ("pp", "dp", "tp")  # axes of every mesh; a mesh has the others only if they have more than one device
 INFERRED = -1
 RESIDUAL_VALUES = ("batch/dp seq d_model/tp", "batch/dp seq/tp d_model")
+STREAMS = "streams"  # a value of layout.tensor_parallel
 PARTS = EMBEDDING, BLOCKS, HEAD = ("embedding", "blocks", "head")  # of a model: modules, and entries of its parameters
 POLICY_NAMES = ("ddp", "zero1", "zero2", "lean", "zero3")
 SIGNALS = ("loss", "grad_norm")
@@ -923,7 +924,12 @@ class LayoutConfig(Section, saved=True):
     """How arrays are sharded."""
 
     residual: str = key(RESIDUAL_VALUES[0], f'or "{RESIDUAL_VALUES[1]}"', saved=True)
-    tensor_parallel: str = key("column_row", "how kernels are sharded over tp", choices=("column_row", "scatter"))
+    tensor_parallel: str = key(
+        "column_row",
+        "how kernels are sharded over tp, and activations sent: streams is column_row whose tokens are multiplied as "
+        "they arrive (only with a residual sharded over seq)",
+        choices=("column_row", "scatter", STREAMS),
+    )
     embedding: str = key("vocab_parallel", "how tables are sharded over tp", choices=("vocab_parallel", "all_to_all"))
     context: str = key(
         "all_gather",
@@ -953,6 +959,12 @@ class LayoutConfig(Section, saved=True):
         if " ".join(self.residual.split()) not in RESIDUAL_VALUES:
             wrong = f"layout.residual={quoted(self.residual)} is not a layout of the residual stream"
             raise ConfigError(f"{wrong}; use {' or '.join(map(repr, RESIDUAL_VALUES))}.")
+        if self.tensor_parallel == STREAMS and " ".join(self.residual.split()) != RESIDUAL_VALUES[1]:
+            raise ConfigError(
+                f"layout.tensor_parallel={STREAMS!r} sends each tp rank's tokens, which layout.residual="
+                f"{self.residual!r} does not shard over tp; use residual={RESIDUAL_VALUES[1]!r}, or "
+                "tensor_parallel='column_row'."
+            )
 
 
 @dataclass(frozen=True)

@@ -29,9 +29,10 @@ from parallax.model.mask import Mask
 from parallax.model.norm import RMSNorm
 from parallax.model.rope import rotate
 from parallax.sharding.activations import ROWS, SEQ, activation
-from parallax.sharding.collectives import cut, offset, reshard, vary_alike
+from parallax.sharding.collectives import cut, offset, vary_alike
 from parallax.sharding.layout import Layout
 from parallax.sharding.parameter import parameter
+from parallax.sharding.streams import Streams, tokens_in_order
 from parallax.sharding.zigzag import context_ranks, reshard_in_order
 
 INTERMEDIATES = "intermediates"  # the name of Flax's collection
@@ -295,13 +296,21 @@ class GQA(nn.Module):
     If `tp` is larger than `kv_heads`, `kv` is "kv_heads": every rank projects all of them and keeps the ones that its
     query heads read. With `qk_norm` each query and key head has an RMSNorm before it is rotated, or after, with one
     scale for all heads (Henry et al. 2020, as in Qwen3). Heads are whole, so the norm sends nothing; a norm over all
-    heads of a projection (as in OLMo 2) sums squares. Over `cp` it sends what `attend_over_context` sends.
+    heads of a projection (as in OLMo 2) sums squares. Over `cp` it sends what `attend_over_context` sends. In the
+    family streams a permute is sent for each other rank.
 
     Communication, column_row:
         forward   all_gather of x over tp; reduce_scatter of the result over tp;
                   all_reduce of q's squares over tp if heads are normed together;
                   all_reduce of k's squares over tp if kv_heads are cut and normed together
         backward  all_gather of the result's gradient over tp; reduce_scatter of x's gradient over tp;
+                  all_reduce of what q's norm needs over tp if heads are normed together;
+                  all_reduce of what k's norm needs over tp if kv_heads are cut and normed together
+    Communication, streams:
+        forward   permute of x and the result over tp;
+                  all_reduce of q's squares over tp if heads are normed together;
+                  all_reduce of k's squares over tp if kv_heads are cut and normed together
+        backward  permute of x's gradient and the result's gradient over tp;
                   all_reduce of what q's norm needs over tp if heads are normed together;
                   all_reduce of what k's norm needs over tp if kv_heads are cut and normed together
     Communication, scatter:
@@ -378,20 +387,21 @@ class GQA(nn.Module):
         return dict.fromkeys(("k", "v"), f"{ROWS} {self.kv} kv_seq d_head")
 
     def _project(self, x: Array, context: Context) -> tuple[Array, Array, Array]:
-        x = reshard(f"{self.residual} -> {self.family.input('d_model')}", x)
+        x = self.family.read(self.residual, x)
         x = self.q.input(x, part="norm", before=self.residual)
-        q, k = self.q(x), self.k(x)
+        q, k = tokens_in_order(self.q(x)), tokens_in_order(self.k(x))
         before, after = self.rotations
         q, k = before(q, context.rope), before(k, context.rope)
         q, k = self.q_norm(self.read_by_norm(q)), self.k_norm(self.read_by_norm(k))
         q = checkpoint_name(context.tempered(after(q, context.rope)), "q")
-        return q, checkpoint_name(after(k, context.rope), "kv"), checkpoint_name(self.v(x), "kv")
+        k = checkpoint_name(after(k, context.rope), "kv")
+        return q, k, checkpoint_name(tokens_in_order(self.v(x)), "kv")
 
-    def _attend(self, q: Array, k: Array, v: Array, mask: Mask) -> Array:
+    def _attend(self, q: Array, k: Array, v: Array, mask: Mask) -> Array | Streams:
         k, v = (self._read_by_these_queries(heads, q.shape[2]) for heads in (k, v))
         form = self.family.context
         shared = dict(keys=SEQ, kernel=self.kernel, observe=self.largest_logits)
-        return attend_over_context(form, q, k, v, mask, **shared, **self._scores)
+        return self.family.given_back(attend_over_context(form, q, k, v, mask, **shared, **self._scores))
 
     @property
     def _scores(self) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from parallax.config.sections import (
     MOST_INT8_PRODUCTS,
     MXFP8,
     SHAPES_OF_MLP,
+    STREAMS,
     LayoutConfig,
     ModelConfig,
     PipelineConfig,
@@ -48,6 +49,7 @@ def check_on_mesh(model: ModelConfig, settings: Settings, mesh: Any, schedule: S
     check_kernel(model, mesh)
     check_matmul(model, layout, sizes)
     check_qk_clip(model, settings, sizes)
+    check_token_streams(model, layout)
     check_schedule_is_used(pipeline, sizes)
     check_stages(model, schedule)
     check_remat(model, pipeline.remat)
@@ -176,6 +178,18 @@ def check_qk_clip(model: ModelConfig, settings: Settings, axis_sizes: Mapping[st
             f"{asked} scales parameters after the update, and optimizer.masters_on="
             f"{settings.optimizer.masters_on!r} keeps them elsewhere; use qk_clip=0, or masters_on='device'."
         )
+
+
+def check_token_streams(model: ModelConfig, layout: LayoutConfig) -> None:
+    """Raise ConfigError if products are not those of token streams: plain ones, since scales of 8 bits are of all
+    tokens, and an adapter's dropout knows its tokens by their places."""
+    others = {"matmul": COMPUTE, "lora_rank": 0, "dense": "dense"}
+    for key, plain in others.items() if layout.tensor_parallel == STREAMS else ():
+        if getattr(model, key) != plain:
+            raise ConfigError(
+                f"layout.tensor_parallel={STREAMS!r} multiplies the tokens of each tp rank for themselves, which "
+                f"model.{key}={getattr(model, key)!r} does not; use {key}={plain!r}, or tensor_parallel='column_row'."
+            )
 
 
 def check_blocks_of_operands(model: ModelConfig, rows: Any, axis_sizes: Mapping[str, int]) -> None:

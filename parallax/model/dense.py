@@ -18,11 +18,12 @@ from parallax.model.products import (
     scaled_product,
     scales_of,
 )
-from parallax.sharding.collectives import bound_axis_sizes, reshard
+from parallax.sharding.collectives import bound_axis_sizes
 from parallax.sharding.eight_bits import KERNEL_UNIT, normal_in_units
 from parallax.sharding.einsum import einsum, einsum_layout
 from parallax.sharding.layout import Layout
 from parallax.sharding.parameter import parameter
+from parallax.sharding.streams import Streams, per_stream, reshard_streams
 
 
 class Dense(nn.Module):
@@ -92,20 +93,21 @@ class Dense(nn.Module):
         layouts = dict(x_layout=self.x, weight=self.weight)
         return ProductInput.of(x, self.amax, form=self.matmul, part=part if saved else "", **layouts)
 
-    def __call__(self, x: Array | ProductInput, *, zeros_after: int = 0) -> Array:
+    def __call__(self, x: Array | ProductInput | Streams, *, zeros_after: int = 0) -> Array | Streams:
         """The product, with so many zeros appended to the last dim."""
         return self.product(x, zeros_after)
 
     @nn.nowrap
-    def product(self, x: Array | ProductInput, zeros_after: int = 0) -> Array:
+    def product(self, x: Array | ProductInput | Streams, zeros_after: int = 0) -> Array | Streams:
         """The same, in the scope of who calls it."""
         y_layout = Layout.parse(self.y)
         partial = einsum_layout([Layout.parse(self.x), Layout.parse(self.weight)], y_layout.names)
-        y = self._product(f"{self.x}, {self.weight} -> {partial}", x, zeros_after)
-        y = reshard(f"{partial} -> {y_layout}", y)
+        pattern = f"{self.x}, {self.weight} -> {partial}"
+        y = per_stream(lambda x: self._product(pattern, x, zeros_after), x)
+        y = reshard_streams(f"{partial} -> {y_layout}", y)
         if not self.bias:
             return y
-        return y + _of_columns(self.shift.astype(self.dtype), y)
+        return per_stream(lambda y: y + _of_columns(self.shift.astype(self.dtype), y), y)
 
     @property
     def inputs(self) -> str:

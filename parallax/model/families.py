@@ -2,7 +2,11 @@
 
 from typing import NamedTuple
 
+from jax import Array
+
 from parallax.sharding.activations import CONTEXT_AXIS, SEQ, activation
+from parallax.sharding.collectives import reshard
+from parallax.sharding.streams import Streams, as_streams, gather_as_streams
 from parallax.sharding.zigzag import ZIGZAG
 
 # Which keys a query attends to: all that the device holds, in order; gathered ones, with queries sharded over context
@@ -36,6 +40,16 @@ class Family(NamedTuple):
     contracted: str  # layout of that dim, in a projection's input and in its kernel
     keeps_tp: bool  # whether the kernel's output dims are sharded over tp
     context: ContextForm = ContextForm(SEQ, SEQ, WHOLE)
+    streams: bool = False  # whether whole tokens are streams of each rank's
+
+    def read(self, residual: str, x: Array) -> Array | Streams:
+        """What projections of d_model read of the residual stream, which has the layout `residual`."""
+        pattern = f"{residual} -> {self.input('d_model')}"
+        return gather_as_streams(pattern, x) if self.streams else reshard(pattern, x)
+
+    def given_back(self, x: Array) -> Array | Streams:
+        """All tokens of an activation [B, S, ...] in the form in which `read` has them."""
+        return as_streams(x) if self.streams else x
 
     def input(self, dim: str, *, seq: str = SEQ) -> str:
         """The layout that an input of `dim` must have.
@@ -49,7 +63,7 @@ class Family(NamedTuple):
         """The layout of a kernel from `dim` to `out`; `out` says how the output is sharded.
 
         >>> [FAMILIES[name].into("d_model", "d_ff/tp") for name in FAMILIES]
-        ['d_model d_ff/tp', 'd_model/tp d_ff']
+        ['d_model d_ff/tp', 'd_model/tp d_ff', 'd_model d_ff/tp']
         """
         out = out if self.keeps_tp else out.replace("/tp", "")
         return f"{self.contracted.format(dim=dim)} {out}"
@@ -68,4 +82,6 @@ FAMILIES = {
     "column_row": Family("{dim}", keeps_tp=True),
     # Keep the input sharded; each rank computes a partial sum of the whole output, which is reduce-scattered.
     "scatter": Family("{dim}/tp", keeps_tp=False),
+    # Column, then row, but the gather and the reduce-scatter are permutes of each rank's tokens.
+    "streams": Family("{dim}", keeps_tp=True, streams=True),
 }

@@ -53,6 +53,7 @@ class MLA(nn.Module):
 
     If context ranks gather keys, they gather the latent, which is smaller, and expand all tokens; with a window, those
     that some query sees, see `reshard_seen`. In the other forms it sends over `cp` what `attend_over_context` sends.
+    In the family streams it sends the same as in column_row.
 
     Communication, column_row:
         forward   all_gather of x and the latent over tp; all_gather of the queries' latent over tp if d_latent_q > 0;

@@ -1,6 +1,7 @@
 """The MLP: gated, as in SwiGLU (Shazeer 2020), or plain."""
 
 import math
+import operator
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
@@ -15,7 +16,7 @@ from parallax.config.sections import CLAMPED, MLP, ModelConfig
 from parallax.model.dense import Dense
 from parallax.model.families import Family
 from parallax.sharding.activations import activation
-from parallax.sharding.collectives import reshard
+from parallax.sharding.streams import per_stream
 
 SLOPE = 1.702  # with which the sigmoid is near the error function of GELU (Hendrycks and Gimpel 2016, section 2)
 
@@ -70,13 +71,16 @@ SWIGLU = Activation()
 
 class GatedMLP(nn.Module):
     """`down(activation(gate(x)) * up(x))`, or as `Activation` says of "clamped", and times `weight` [B, S, 1] if it is
-    given; input and output have the residual's layout.
+    given; input and output have the residual's layout. In the family streams a permute is sent for each other rank.
 
     Communication, column_row:
         forward   all_gather of x over tp; reduce_scatter of the result over tp
         backward  the transposes
     Communication, scatter:
         forward   all_to_all of x over tp if it is cut over seq; reduce_scatter of gate, up and the result over tp
+        backward  the transposes
+    Communication, streams:
+        forward   permute of x and the result over tp
         backward  the transposes
     """
 
@@ -97,7 +101,7 @@ class GatedMLP(nn.Module):
     @nn.compact
     def __call__(self, x: Array, weight: Array | None = None) -> Array:
         whole, wide = self.family.input("d_model"), activation(f"{self.width}/tp")
-        x = reshard(f"{self.residual} -> {whole}", x)
+        x = self.family.read(self.residual, x)
         kernel = self.family.into("d_model", f"{self.width}/tp")
         dense = partial(self.dense or Dense, **self.of_projections)
         gate, up = (dense(kernel, whole, wide, name=name) for name in ("gate", "up"))
@@ -105,9 +109,10 @@ class GatedMLP(nn.Module):
         x = gate.input(x, part="norm", before=self.residual)
         wide_gate, wide_up = gate(x), up(x)
         activated = Activation(self.activation, self.limit)
-        hidden = _gated(checkpoint_name(wide_gate, "ffn"), checkpoint_name(wide_up, "ffn"), activated)
+        wide_gate, wide_up = checkpoint_name(wide_gate, "ffn"), checkpoint_name(wide_up, "ffn")
+        hidden = per_stream(lambda gate, up: _gated(gate, up, activated), wide_gate, wide_up)
         # Here, so that the result of the last product need not be saved for the weight's gradient.
-        hidden = hidden if weight is None else hidden * weight
+        hidden = hidden if weight is None else per_stream(operator.mul, hidden, self.family.given_back(weight))
         return down(down.input(checkpoint_name(hidden, "swiglu"), part="swiglu"))
 
     @property
@@ -118,7 +123,8 @@ class GatedMLP(nn.Module):
 
 
 class PlainMLP(GatedMLP):
-    """`down(activation(up(x)))`; input and output have the residual's layout.
+    """`down(activation(up(x)))`; input and output have the residual's layout. In the family streams a permute is sent
+    for each other rank.
 
     Communication, column_row:
         forward   all_gather of x over tp; reduce_scatter of the result over tp
@@ -126,16 +132,20 @@ class PlainMLP(GatedMLP):
     Communication, scatter:
         forward   all_to_all of x over tp if it is cut over seq; reduce_scatter of up and the result over tp
         backward  the transposes
+    Communication, streams:
+        forward   permute of x and the result over tp
+        backward  the transposes
     """
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
         whole, wide = self.family.input("d_model"), activation(f"{self.width}/tp")
-        x = reshard(f"{self.residual} -> {whole}", x)
+        x = self.family.read(self.residual, x)
         dense = partial(self.dense or Dense, **self.of_projections)
         up = dense(self.family.into("d_model", f"{self.width}/tp"), whole, wide, name="up")
         down = dense(self.family.back(f"{self.width}/tp"), wide, self.residual, scale=self.out_scale, name="down")
-        hidden = _activated(checkpoint_name(up(up.input(x, part="norm", before=self.residual)), "ffn"), self.activation)
+        wide = checkpoint_name(up(up.input(x, part="norm", before=self.residual)), "ffn")
+        hidden = per_stream(lambda up: _activated(up, self.activation), wide)
         return down(down.input(checkpoint_name(hidden, "swiglu"), part="swiglu"))
 
 

@@ -148,19 +148,19 @@ def test_decoding_with_a_cache_equals_the_call(name, prefill):
 
 
 @pytest.mark.fast(3)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["column_row", "scatter"])
 @pytest.mark.parametrize("name", KINDS)
 def test_decoding_with_a_cache_equals_the_call_on_a_mesh(name, family):
     check_decode(name, family, (2, 2, 2), HIDDEN_CUT, prefill=5)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["column_row", "scatter"])
 def test_decoding_with_the_residual_cut_over_seq(family):
     """New tokens come in numbers that divide over tp: here all at once."""
     check_decode("mla", family, (1, 2, 2), SEQ_CUT, prefill=SEQ)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["column_row", "scatter"])
 def test_decoding_on_more_ranks_than_key_heads(family):
     check_decode("gqa", family, (1, 1, 8), HIDDEN_CUT, prefill=5, kv="kv_heads")
 

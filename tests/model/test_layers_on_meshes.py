@@ -5,7 +5,16 @@ import functools
 import jax
 import numpy as np
 import pytest
-from support.sharded_layers import SIZES, call, declared, on_mesh, residual_layers, value_and_grads, windows
+from support.sharded_layers import (
+    IN_FAMILIES,
+    SIZES,
+    call,
+    declared,
+    on_mesh,
+    residual_layers,
+    value_and_grads,
+    windows,
+)
 from support.tiny_model import HIDDEN_CUT, SEQ_CUT, model_config
 
 from parallax.model.dense import Dense
@@ -16,7 +25,7 @@ from parallax.sharding.layout import Layout
 # Sums over 4 to 64 float32 terms in another order.
 ERROR = 1e-5
 MESHES = [(2, 2, 2), (1, 1, 4)]
-IN_FAMILIES = ["mlp", "mlp_clamped", "mlp_plain", "gqa", "gqa_bias", "gqa_qk_norm", "mla", "mla_latent_queries"]
+OF_FAMILIES = ["mlp", "mlp_clamped", "mlp_plain", "gqa", "gqa_bias", "gqa_qk_norm", "mla", "mla_latent_queries"]
 OTHERS = [
     "norm",
     "norm_one_plus",
@@ -26,7 +35,8 @@ OTHERS = [
     "head_vocab_parallel",
     "head_all_to_all",
 ]
-LAYERS = [(name, family) for name in IN_FAMILIES for family in FAMILIES] + [(name, "column_row") for name in OTHERS]
+LAYERS = [(name, *cut) for name in OF_FAMILIES for cut in IN_FAMILIES]
+LAYERS += [(name, "column_row", residual) for name in OTHERS for residual in (HIDDEN_CUT, SEQ_CUT)]
 
 
 def rope_for(name):
@@ -60,18 +70,16 @@ def check_cut(name, mesh, residual, family, **changes):
     check_equal(value_and_grads(function, params, windows()), expected)
 
 
-@pytest.mark.fast(4)
+@pytest.mark.fast(5)
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-@pytest.mark.parametrize("residual", [HIDDEN_CUT, SEQ_CUT])
-@pytest.mark.parametrize(("name", "family"), LAYERS)
+@pytest.mark.parametrize(("name", "family", "residual"), LAYERS)
 def test_a_layer_is_the_same_on_every_mesh(name, family, residual, mesh):
     check_cut(name, mesh, residual, family)
 
 
 @pytest.mark.fast(4)
 @pytest.mark.parametrize("name", ["gqa", "gqa_bias", "gqa_qk_norm"])
-@pytest.mark.parametrize("residual", [HIDDEN_CUT, SEQ_CUT])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "residual"), IN_FAMILIES)
 def test_more_ranks_than_key_heads_read_the_right_ones(name, family, residual):
     check_cut(name, (1, 1, 8), residual, family, kv="kv_heads")
 
@@ -112,8 +120,7 @@ def test_a_dense_is_a_matrix_product_whatever_its_form(form, bias):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("residual", [HIDDEN_CUT, SEQ_CUT])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "residual"), IN_FAMILIES)
 @pytest.mark.parametrize("name", ["mla", "mla_latent_queries"])
 def test_parts_that_are_joined_by_adding_are_the_same(monkeypatch, name, family, residual):
     """As on TPU; the layer alone joins them side by side."""

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 from support.communication_sections import Item, expected, sections
-from support.sharded_layers import SIZES, call, declared, residual_layers, windows
+from support.sharded_layers import IN_FAMILIES, SIZES, call, declared, residual_layers, windows
 from support.step_collectives import step_collectives
 from support.tiny_model import HIDDEN_CUT, SEQ_CUT, build, mesh_of, model_config
 
@@ -34,6 +34,7 @@ from parallax.model.rope import Rope
 from parallax.model.transformer import Block, Parts
 from parallax.pipeline.embed_and_head import BatchedHead, MicrobatchHead, Tokens
 from parallax.sharding import collectives as moves
+from parallax.sharding import streams
 from parallax.sharding.collectives import as_varying
 from parallax.sharding.layers_on_ranks import layers_from_ranks, layers_to_ranks
 from parallax.sharding.layout import Layout
@@ -88,17 +89,19 @@ LAYERS |= {f"{part}_{form}": form for part in ("embedding", "head") for form in 
 
 
 @pytest.mark.fast(26)
-@pytest.mark.parametrize("residual", [HIDDEN_CUT, SEQ_CUT], ids=["hidden_cut", "seq_cut"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "residual"), IN_FAMILIES)
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_layer_sends_what_it_says(name, family, residual):
-    found, said, _ = found_and_said(name, FAMILIES[family], family, residual, MESH)
+    # Permutes of simulated pipeline ranks are gathers.
+    sizes = (1, 4, 2) if family == "streams" else MESH
+    found, said, _ = found_and_said(name, FAMILIES[family], family, residual, sizes)
     assert found == said
 
 
 def found_and_said(name, how, family, residual, sizes):
     """What a layer of LAYERS sends on a mesh, what it says for its family, and its class."""
-    variant = family if LAYERS[name] == "family" else LAYERS[name]
+    as_plain = family == "streams" and name.startswith("mla")
+    variant = LAYERS[name] if LAYERS[name] != "family" else "column_row" if as_plain else family
     name, _, kv = name.partition(" ")
     layer = residual_layers(residual, how, kv=kv or "kv_heads/tp")[name]
     rope = Rope(model_config(attention="gqa" if "gqa" in name else "mla"))
@@ -137,8 +140,7 @@ def over_context(form, *, is_mla):
 
 
 @pytest.mark.fast(12)
-@pytest.mark.parametrize("residual", [HIDDEN_CUT, SEQ_CUT], ids=["hidden_cut", "seq_cut"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "residual"), IN_FAMILIES)
 @pytest.mark.parametrize("form", CONTEXTS)
 @pytest.mark.parametrize("name", ["gqa", "gqa kv_heads", "mla", "mla_latent_queries"])
 def test_attention_sends_over_context_ranks_what_it_says(name, form, family, residual):
@@ -401,6 +403,19 @@ def test_a_collective_sends_what_it_says(name, run, layout, facts, vary):
     function = getattr(contraction if name == "einsum" else moves, name)
     said = promised(function, "", RESHARD | facts if name == "reshard" else facts)
     assert tuple(map(kinds, sent(run, ones(layout), (layout,), vary=vary))) == tuple(map(kinds, said))
+
+
+def test_token_streams_send_a_permute_for_each_other_rank():
+    """Of 4 ranks: 3 there, and 3 back."""
+
+    def there_and_back(x):
+        x = streams.gather_as_streams(f"{OVER_SEQ} -> {WHOLE}", x)
+        return streams.reshard_streams(f"{WHOLE} +tp -> {OVER_SEQ}", x)
+
+    found = sent(there_and_back, ones(OVER_SEQ), (OVER_SEQ,), sizes=(1, 2, 4))
+    there = promised(streams.gather_as_streams, "", {})
+    back = promised(streams.reshard_streams, "sums of streams", {})
+    assert found == added(*3 * [there, back])
 
 
 # ---- nothing is left out

@@ -9,6 +9,7 @@ from parallax.model.attention import GQA
 from parallax.model.context import Context
 from parallax.model.dense import Dense
 from parallax.model.embedding import EMBEDDINGS, Embedding, Head, logits
+from parallax.model.families import FAMILIES
 from parallax.model.mask import Mask
 from parallax.model.mla import MLA
 from parallax.model.mlp import GatedMLP, PlainMLP
@@ -16,11 +17,15 @@ from parallax.model.norm import LayerNorm, RMSNorm
 from parallax.model.rope import Rope
 from parallax.sharding.layout import Layout
 from parallax.sharding.parameter import layouts_of
-from support.tiny_model import mesh_of, model_config, positions_of
+from support.tiny_model import HIDDEN_CUT, SEQ_CUT, mesh_of, model_config, positions_of
 
 ROWS, SEQ = 4, 8
 SIZES = model_config().sizes | {"batch": ROWS, "seq": SEQ}
 YARN = dict(rope_scaling="yarn", rope_factor=4.0, rope_original_seq=64, rope_theta=100.0)
+
+# Each family with the layouts of the residual stream that it reads: streams are of tokens.
+IN_FAMILIES = [(family, residual) for family in FAMILIES for residual in (HIDDEN_CUT, SEQ_CUT)]
+IN_FAMILIES.remove(("streams", HIDDEN_CUT))
 
 
 def attention_layer(kind, residual, family, *, kv="kv_heads/tp", **changes):

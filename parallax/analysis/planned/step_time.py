@@ -11,9 +11,10 @@ on GPUs some are passes of their own: parallax/analysis/planned/gpu_passes.py.
 *Bubble* is that of the schedule in lockstep, where a recomputed pass counts as a forward pass. *Messages* are the
 traced collectives over the links of their axes, with a latency for each; where several arrays are one message, they are
 copied together and apart. Gathers of single layers over data axes overlap with the work, as do the permutes of
-layout.context="ring" and, with fsdp.reduce="compute", fsdp.prefetch=1 or on chips whose SparseCores run them, sums of
-the layers' gradients; `hidden_secs` says how much of them is hidden. All other messages are exposed. The *update* reads
-and writes parameters and optimizer state, and reads gradients, at memory bandwidth.
+layout.context="ring" and of layout.tensor_parallel="streams" and, with fsdp.reduce="compute", fsdp.prefetch=1 or on
+chips whose SparseCores run them, sums of the layers' gradients; `hidden_secs` says how much of them is hidden. All
+other messages are exposed. The *update* reads and writes parameters and optimizer state, and reads gradients, at memory
+bandwidth.
 
 Arrays in host memory are copied over the chip's link to its host, in both directions at once: residuals during the
 passes that write and read them, states during the update. If a copy takes longer than the work, the step waits for the
@@ -80,6 +81,7 @@ from parallax.sharding.compiler import hides_reduce_scatters, is_absent_gpus
 from parallax.sharding.host import DEVICE, HOST, is_type_on_host
 from parallax.sharding.mesh import is_for_gpus, make_mesh
 from parallax.sharding.plan import DATA_AXES
+from parallax.sharding.streams import STREAM_AXIS
 from parallax.step.resolve import resolve
 from parallax.step.step import step_of
 
@@ -330,11 +332,11 @@ def messages(sent: Iterable[Sent], topology: Topology, settings: Settings, per_u
         # XLA for GPU has those of other microbatches' tables beside compute, too.
         of_table = call.module.split("/")[0] not in per_use.modules
         beside = per_use.has(call) or (ticking and of_table and topology.chip.platform == "gpu")
-        # In the ring, keys are sent while the previous ones are used.
-        ring = call.kind == "permute" and call.axes == (CONTEXT_AXIS,)
+        # In the ring, keys are sent while the previous ones are used; token streams are multiplied as they arrive.
+        passed_on = call.kind == "permute" and call.axes in ((CONTEXT_AXIS,), (STREAM_AXIS,))
         # All of a layer waits for a message with all of its weights.
         waits = call.module == BY_LAYER and call.kind == "all-gather" and not settings.fsdp.prefetch
-        hides = ((_is_of_parameters(call) and can_hide and beside and not waits) or ring) and not topology.shared
+        hides = ((_is_of_parameters(call) and can_hide and beside and not waits) or passed_on) and not topology.shared
         secs = links.secs(call.kind, call.total_bytes) / topology.chip.reached.links
         secs += call.count * links.latency(call.kind)
         times.append(CollectiveTime(" ".join(call.axes), secs, hides, ticking))

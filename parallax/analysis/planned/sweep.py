@@ -189,7 +189,8 @@ class LeastWork:
     def _sent(self, choice: Choice) -> list[Sent]:
         """Least communication. Over data axes: what the plan moves of layers. Over tp, with columns then rows: gathered
         inputs and scattered outputs of a layer's two branches, forward and backward. Over ep: the exchange of a
-        mixture's tokens, there and back. Communication of attention over cp and of routers is left out."""
+        mixture's tokens, there and back. Streams over tp, which hide, and communication of attention over cp and of
+        routers are left out."""
         model, many = self.settings.model, choice.microbatches
         uses = {"use": 2 * many, "add_up": many}  # in the forward and in the backward pass
         sent = [

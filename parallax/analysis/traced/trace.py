@@ -23,13 +23,13 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from parallax import jaxprs
 from parallax.hardware.chips import GPUS
 from parallax.jaxprs import Loop, apply, called, closed, loop, needed
-from parallax.model import dense, lora, products
+from parallax.model import dense, families, lora, products
 from parallax.model.batch import BATCH_ARRAYS
 from parallax.model.experts.experts import USUAL_LOAD
 from parallax.model.mask import window_in
 from parallax.model.transformer import Block
 from parallax.pipeline import BACKWARD, FORWARD, JOINT, WEIGHTS, ShardedModel
-from parallax.sharding import bucket, collectives, einsum, layout
+from parallax.sharding import bucket, collectives, einsum, layout, streams
 from parallax.sharding.layout import named_leaves
 from parallax.sharding.plan import GRADIENTS, empty_like
 from parallax.sharding.zigzag import CONTIGUOUS
@@ -37,7 +37,10 @@ from parallax.step.step import UPDATE, TrainStep, abstract_state
 from parallax.version import PACKAGE
 
 # Files that send on behalf of their callers.
-PLUMBING = tuple(module.__file__ for module in (bucket, collectives, dense, einsum, jaxprs, layout, lora, products))
+PLUMBING = tuple(
+    module.__file__
+    for module in (bucket, collectives, dense, einsum, families, jaxprs, layout, lora, products, streams)
+)
 LIBRARIES = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")]
 LIBRARIES += [pathlib.Path(jax.__file__).parents[1]]  # an environment may borrow another's
 # Scopes of the pipeline's passes, of messages of gradients, and of the update. In B, equations that are not transposed
