@@ -9,6 +9,7 @@ benchmark fails if a time differs by more than a sweep allows for. The chips nee
 """
 
 import random
+import sys
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -57,9 +58,10 @@ def prices(args: Any) -> Iterator[tuple[str, Any, Any, tuple[float, float]]]:
         config.mesh.update(pp=1, dp=2, tp=1)
     settings = resolve(read_settings(config.to_dict()), topology.as_devices)
     closed, drawn = ClosedForm(settings, topology), random.Random(args.seed)
-    legal, every = 0, [*choices(settings, topology.devices)]
-    while legal < args.layouts:
-        choice, begun = drawn.choice(every), time.process_time()
+    legal, every = 0, [*filter(closed.knows, choices(settings, topology.devices, slices=topology.slices))]
+    drawn.shuffle(every)
+    for choice in every:
+        begun = time.process_time()
         try:
             traced = predict(choice.applied(settings), topology)
         except ParallaxError:
@@ -70,6 +72,9 @@ def prices(args: Any) -> Iterator[tuple[str, Any, Any, tuple[float, float]]]:
         spent = time.process_time() - between, between - begun
         words = choice.mesh, f"M={choice.microbatches}", choice.schedule * (choice.pp > 1), choice.remat, choice.policy
         yield " ".join(filter(None, words)), priced, traced, spent
+        if legal == args.layouts:
+            return
+    sys.exit(f"only {legal} of {len(every)} layouts of {args.config} on {args.topology} are legal")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
     python benchmarks/published.py --analytic [--rows 0 3]
     python benchmarks/published.py [--rows 23]
 
-With --analytic a step is planned from its trace; nothing is compiled, and all rows take ten minutes. *Half* is the one
+With --analytic a step is planned from its trace; nothing is compiled. *Half* is the one
 to which constants of prices were fitted, or the one held out, by which plans are judged; *unseen* are rows that were
 added later, when prices were what they are. The last lines have the error of each. Without it steps are compiled on a
 machine without chips, with kernels at their peak, which needs XLA's compilers: pip install -e '.[tpu]' or

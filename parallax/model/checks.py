@@ -12,6 +12,7 @@ from parallax.config.sections import (
     AUTO,
     BLOCKS,
     COMPUTE,
+    EXPERTS,
     MLP,
     MOST_INT8_PRODUCTS,
     MXFP8,
@@ -183,8 +184,18 @@ def check_qk_clip(model: ModelConfig, settings: Settings, axis_sizes: Mapping[st
 def check_token_streams(model: ModelConfig, layout: LayoutConfig) -> None:
     """Raise ConfigError if products are not those of token streams: plain ones, since scales of 8 bits are of all
     tokens, and an adapter's dropout knows its tokens by their places."""
-    others = {"matmul": COMPUTE, "lora_rank": 0, "dense": "dense"}
-    for key, plain in others.items() if layout.tensor_parallel == STREAMS else ():
+    if layout.tensor_parallel != STREAMS:
+        return
+    if model.attention == "mla" and not (model.has_dense or model.shared_experts):
+        raise ConfigError(
+            f"layout.tensor_parallel={STREAMS!r} does nothing with model.attention='mla' and model.layers_of="
+            f"{quoted(model.layers_of)}: latent attention and experts send as in 'column_row'; use "
+            "tensor_parallel='column_row'."
+        )
+    others = {"lora_rank": 0, "dense": "dense"}
+    if {*model.products_in_8_bits} - {EXPERTS}:
+        others["matmul"] = COMPUTE
+    for key, plain in others.items():
         if getattr(model, key) != plain:
             raise ConfigError(
                 f"layout.tensor_parallel={STREAMS!r} multiplies the tokens of each tp rank for themselves, which "

@@ -69,7 +69,7 @@ class Family(NamedTuple):
         return f"{self.contracted.format(dim=dim)} {out}"
 
     def back(self, dims: str) -> str:
-        """Layout of a kernel from sharded `dims` back to d_model: partial sums, reduce-scattered, in both families.
+        """Layout of a kernel from sharded `dims` back to d_model: partial sums, reduce-scattered, in all families.
 
         >>> FAMILIES["scatter"].back("d_ff/tp")
         'd_ff/tp d_model'

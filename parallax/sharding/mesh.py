@@ -124,7 +124,8 @@ def axis_between_slices(sizes: Mapping[str, int], slices: int) -> str:
     axis = next((axis for axis in SLOW_AXES if sizes.get(axis, 1) % slices == 0), None)
     if axis is None:
         written = " and ".join(f"mesh.{axis}={sizes.get(axis, 1)}" for axis in SLOW_AXES)
-        instead = f": with mesh.replica={slices} mesh.dp={sizes['dp'] // slices}" if sizes["dp"] % slices == 0 else ""
+        data = sizes["dp"] * sizes.get("replica", 1)
+        instead = f": with mesh.replica={slices} mesh.dp={data // slices}" if data % slices == 0 else ""
         chips = math.prod(sizes.values()) // slices
         raise ConfigError(
             f"{written}: neither divides over {slices} slices of {chips} chips, and other axes send too much for the "

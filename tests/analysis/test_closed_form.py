@@ -123,6 +123,30 @@ def test_other_values_of_keys_have_the_effect_of_their_traced_step(values):
     assert ("programs" in {key[0] for key in made}) and closed.changed({"model.matmul": "int8"}) is None
 
 
+def test_what_an_exchange_sends_is_its_own():
+    settings = settings_of(mesh=dict(dp=4, ep=2), **MIXTURE | dict(layers=2, layers_of="moe*2"))
+    closed = ClosedForm(settings, EIGHT)
+    for exchange in ("gather", "ragged"):
+        other = with_keys(settings, {"layout.exchange": exchange})
+        found, step = closed.estimate(Choice.of(other)), predict(other, EIGHT)
+        assert found.secs == pytest.approx(step.secs, rel=TIME_WITHIN)
+
+
+def test_a_batch_that_does_not_divide_has_no_price():
+    settings = settings_of(layers=2)
+    with pytest.raises(ParallaxError, match="global_batch=64 does not divide over .* 3 microbatches"):
+        ClosedForm(settings, EIGHT).estimate(Choice.of(settings)._replace(microbatches=3))
+
+
+def test_layers_gathered_ahead_are_refused_whatever_was_priced_before():
+    """Where no stage has two layers of a kind in a row, none can be."""
+    settings = settings_of(layers=2, layers_of="narrow wide", kinds="narrow=(d_ff=64) wide=(d_ff=128)")
+    closed, choice = ClosedForm(settings, EIGHT), Choice.of(settings)._replace(policy="zero3")
+    assert closed.estimate(choice).secs > 0
+    with pytest.raises(ParallaxError, match="prefetch"):
+        closed.estimate(choice._replace(prefetch=1))
+
+
 def test_costs_of_other_rows_are_on_a_line_and_those_of_another_program_are_not():
     place = Place("F/mlp", "dot_general")
     low, high = (

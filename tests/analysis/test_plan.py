@@ -1128,6 +1128,8 @@ def test_an_analytic_plan_compiles_nothing_and_asks_for_nothing(config, planned,
         (["--topology=v5e:4x4"], "v5e:4x4 has 16 devices: mesh.pp=1 mesh.dp=2 mesh.tp=2 wants 4 devices"),
         (["--topology=v5e:4x4"], r"legal pp·dp·tp for 16: [^(]*$"),  # not mesh.simulate, which does nothing there
         (["--topology=h100:16"], "a host has at most 8 NVIDIA H100: write h100:2x8, for 16 GPUs"),
+        (["--topology=2xv5p:4x4"], "write 2xv5p:4x4x4, for 128 chips"),
+        (["--topology=2xH100:16"], "write H100:4x8, for 32 GPUs"),
         (["--topology=2xH100:4x8"], "has 2 slices, but NVIDIA H100 are on hosts; write H100:8x8, for 8 hosts"),
         (["--topology=2xv5e:1x2"], "neither divides over 2 slices of 2 chips, .*with mesh.replica=2 mesh.dp=1"),
         (["--topology=H100:2x2x8"], "a host has at most 8 NVIDIA H100: write H100:4x8, for 32 GPUs"),

@@ -38,6 +38,7 @@ CASES = {
     "sets": ("Gemma", dict(mesh=(1, 2, 2), remat="down norm", residual=SEQ_CUT, prefetch=1, reduce="compute")),
     "heads": ("GPT-NeoX", dict(mesh=(1, 2, 2, 1, 2), context="ulysses", remat="norm", policy="lean")),
     "scatter": ("OLMo 2", dict(mesh=(2, 2, 2), tensor_parallel="scatter", schedule="dualpipe_v", policy="zero1")),
+    "streams": ("OLMo 2", dict(mesh=(2, 1, 4), tensor_parallel="streams", residual=SEQ_CUT, schedule="zero_bubble")),
     "experts": ("all", dict(mesh=(2, 1, 2, 1, 1, 2), exchange="ragged", schedule="zero_bubble_v", remat="router ffn")),
 }
 

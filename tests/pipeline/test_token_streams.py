@@ -25,6 +25,7 @@ CASES = {
     "data": dict(mesh=(1, 4, 2), attention="gqa", policy="lean", reduce="compute", prefetch=1, embedding="all_to_all"),
     "ring": dict(mesh=(1, 1, 2, 1, 4), attention="gqa", context="ring", remat="attention"),
     "gathered keys": dict(mesh=(1, 1, 2, 1, 4), attention="gqa", context="all_gather", remat="layer"),
+    "replicas": dict(mesh=(1, 2, 2, 2), attention="gqa", policy="zero3", remat="layer"),
     "ulysses": dict(mesh=(1, 1, 2, 1, 2), attention="gqa", context="ulysses", qk_norm=True, qkv_bias=True),
 }
 
@@ -36,9 +37,11 @@ def test_loss_gradients_and_update_equal_the_plain_model(name, record_property):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["shared_gate", "expert_bias", "clamped MLP"])
-def test_shared_experts_and_other_mlps_give_the_plain_models_gradients(name):
-    check(CHOICES[name] | dict(attention="gqa"), mesh=(2, 1, 4), schedule="one_f_one_b", remat="attention", **STREAMS)
+@pytest.mark.parametrize(
+    ("name", "mesh"), [("shared_gate", (2, 1, 2, 1, 1, 2)), ("expert_bias", (2, 1, 4)), ("clamped MLP", (2, 1, 4))]
+)
+def test_shared_experts_and_other_mlps_give_the_plain_models_gradients(name, mesh):
+    check(CHOICES[name] | dict(attention="gqa"), mesh=mesh, schedule="one_f_one_b", remat="attention", **STREAMS)
 
 
 def test_each_layer_sends_the_bytes_of_its_gathers_and_sums_as_permutes():
@@ -52,6 +55,11 @@ def test_each_layer_sends_the_bytes_of_its_gathers_and_sums_as_permutes():
     plain, streams = sent_by(), sent_by(tensor_parallel="streams")
     in_layers = {kind: plain[("tp",), kind] - streams[("tp",), kind] for kind in ("all-gather", "reduce-scatter")}
     assert in_layers["all-gather"] == in_layers["reduce-scatter"] == streams[("tp",), "permute"] // 2 > 0
+
+
+def test_products_of_experts_may_be_in_8_bits():
+    experts = dict(layers=4, layers_of="moe*4", experts=4, d_expert=16, matmul="int8", matmul_parts="experts")
+    assert build((1, 1, 2), attention="gqa", **experts, **STREAMS).config.products_in_8_bits == ["experts"]
 
 
 def test_a_plan_hides_streams_behind_products():
@@ -79,6 +87,10 @@ def test_a_plan_hides_streams_behind_products():
         (
             dict(matmul="int8", init_out="scaled"),
             "model.matmul='int8' does not; use matmul='compute', or tensor_parall",
+        ),
+        (
+            dict(attention="mla", layers=4, layers_of="moe*4", experts=4, d_expert=16),
+            "does nothing with model.attention='mla' and model.layers_of='moe*4': latent attention and experts send as",
         ),
         (dict(lora_rank=4), "model.lora_rank=4 does not; use lora_rank=0, or tensor_parallel='column_row'."),
     ],

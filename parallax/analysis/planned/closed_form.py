@@ -55,7 +55,9 @@ from parallax.analysis.traced.memory import (
     predicted_host_memory,
     predicted_state,
 )
+from parallax.config.sections import AUTO
 from parallax.config.settings import Settings, check_settings
+from parallax.errors import ConfigError
 from parallax.model.batch import BATCH_ARRAYS
 from parallax.pipeline import ShardedModel
 from parallax.schedules import SCHEDULES, Schedule, by_name, figures
@@ -117,6 +119,9 @@ class ClosedForm:
 
     def estimate(self, choice: Choice) -> Estimate:
         """The estimate of a layout's step. Raises ParallaxError for layouts that are not legal, but not for all."""
+        if self.rows % (choice.dp * choice.ep * choice.microbatches):
+            batch, many = self.settings.data.global_batch, choice.microbatches
+            raise ConfigError(f"data.global_batch={batch} does not divide over {choice.mesh} and {many} microbatches.")
         timed = choice.as_timed
         settings = self._kept(("settings", timed), lambda: timed.applied(self.settings))
         return estimate(settings, self.topology, self.memory(choice), self.work(choice), self.moves(choice).host)
@@ -184,7 +189,8 @@ class ClosedForm:
     def moves(self, choice: Choice) -> Moves:
         """What the sharding plan of a layout moves."""
         schedule = self.schedule(choice)
-        key = "moves", *choice.sharding, choice.context, choice.order, schedule.placement, schedule.head
+        ranks = choice.context, choice.order, schedule.placement, schedule.head
+        key = "moves", *choice.sharding, choice.prefetch, *ranks
         return self._kept(key, lambda: self._moves(with_few_microbatches(choice)))
 
     def ends(self, choice: Choice) -> Ends:
@@ -289,7 +295,8 @@ class ClosedForm:
         return *self._traced_as(choice), choice.remat, self._divides(choice)
 
     def _traced_as(self, choice: Choice) -> tuple:
-        return choice.tp, choice.cp, choice.ep, choice.context, choice.order, self._remat_of_exchange(choice)
+        exchange = choice.exchange if choice.ep > 1 else AUTO
+        return choice.tp, choice.cp, choice.ep, exchange, choice.context, choice.order, self._remat_of_exchange(choice)
 
     def _remat_of_exchange(self, choice: Choice) -> str:
         """The value of pipeline.remat with which a layer is traced. It matters only to an exchange of tokens, if the

@@ -21,7 +21,7 @@ from parallax.pipeline import ShardedModel
 from parallax.schedules import SCHEDULES
 from parallax.schedules.pricing import stages_of_rank
 from parallax.sharding.host import DEVICE, HOST
-from parallax.sharding.mesh import axis_between_slices, factorisations
+from parallax.sharding.mesh import SLOW_AXES, axis_between_slices, factorisations
 from parallax.sharding.zigzag import CONTIGUOUS, ZIGZAG
 from parallax.step.step import abstract_state, model_of, optimizer_of
 
@@ -203,7 +203,8 @@ def choices(settings: Settings, devices: int, *, slices: int = 1) -> Iterator[Ch
         for ep in expert_ranks(settings.model, devices // beside // cp):
             for pp, dp, tp in factorisations(devices // beside // cp // ep):
                 rows_fit = settings.data.global_batch % (beside * dp * ep) == 0
-                crosses = settings.mesh.replica % slices == 0 or pp % slices == 0
+                sizes = unchosen_sizes(settings.mesh) | {"pp": pp}
+                crosses = any(sizes.get(axis, 1) % slices == 0 for axis in SLOW_AXES)
                 if rows_fit and crosses and _context_fits(settings.model, cp, tp, context):
                     yield from _choices_on(settings, pp, dp, tp, cp, context, ep)
 

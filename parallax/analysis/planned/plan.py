@@ -176,7 +176,7 @@ class Change(NamedTuple):
     is_traced: bool = True
 
 
-AXES_OF_LAYERS = "tp", "cp", "ep"  # layers are traced for each of their sizes, which one layout is not worth
+AXES_OF_LAYERS = "tp", "cp", "ep", "exchange"  # layers are traced for each of these, which one layout is not worth
 
 
 class Prices:

@@ -335,7 +335,10 @@ class Sweep:
                 self._price_of[choice] = secs
             else:
                 self.passed["too large"] += 1
-            if size is not None and size <= (1 - MEMORY_WITHIN) * self.topology.chip.usable_bytes:
+            fits = size is not None and size <= (1 - MEMORY_WITHIN) * self.topology.chip.usable_bytes
+            is_among = len(fitting) < self.keep or secs < fitting[self.keep - 1]
+            # Not all that is illegal is refused in closed form, and it may not hold the place of what is legal.
+            if fits and is_among and build_if_legal(choice.applied(self.settings), self.topology) is not None:
                 insort(fitting, secs)
         self.passed["slower"] += len(waiting)
 
@@ -358,13 +361,15 @@ class Sweep:
                 return self.least.bound(choice, products())
         return 0.0
 
-    def _in_closed_form(self, choice: Choice) -> tuple[float, int | None] | None:
+    def _in_closed_form(self, choice: Choice) -> tuple[float, float | None] | None:
         """Seconds, and bytes of the device; of a layout without a closed form its bound and None; None if it is not
         legal."""
         try:
             if self.closed.knows(choice):
                 priced = self.closed.estimate(choice)
-                return priced.secs, priced.peak_bytes
+                chip = self.topology.chip
+                too_much = chip.host_bandwidth and priced.host_bytes > chip.host_bytes
+                return priced.secs, math.inf if too_much else priced.peak_bytes
         except ParallaxError:
             if build_if_legal(choice.applied(self.settings), self.topology) is None:
                 return None

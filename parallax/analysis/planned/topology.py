@@ -99,10 +99,10 @@ def read_topology(text: str) -> Topology:
         example = "x".join(["4"] * known.torus_dims)
         raise ConfigError(
             f"--topology={text} has {len(shape)} sizes, but slices of {known.name} have {known.torus_dims}; "
-            f"write {parts[3]}:{example}, for {4**known.torus_dims} chips."
+            f"write {parts[1] or ''}{parts[3]}:{example}, for {slices * 4**known.torus_dims} chips."
         )
     if known.switched and (len(shape) > 2 or shape[-1] > known.switched):
-        hosts = -(-math.prod(shape) // known.switched)
+        hosts = -(-slices * math.prod(shape) // known.switched)
         raise ConfigError(
             f"--topology={text} is not a valid number of hosts and of GPUs on each; a host has at most "
             f"{known.switched} {known.name}: write {parts[3]}:{hosts}x{known.switched}, for "

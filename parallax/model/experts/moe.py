@@ -29,7 +29,7 @@ GATE = "d_model gates"
 class MoE(nn.Module):
     """Weighted sum of a token's experts, plus the shared experts; input and output have the residual's layout.
 
-    Experts are gated MLPs. In both families ep shards their number and tp their width. `exchange` says how tokens are
+    Experts are gated MLPs. In all families ep shards their number and tp their width. `exchange` says how tokens are
     sent to them: see parallax/model/experts/exchange.py. With `chunk_tokens`, at most that many of a device's tokens
     (or one position of each of its rows) are sent at once. Then the backward pass repeats the exchange and the products
     of each chunk, whatever `pipeline.remat` says, and B computes the gradients of experts together with the input's,
