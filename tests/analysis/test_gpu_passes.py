@@ -57,6 +57,7 @@ def test_what_is_rounded_is_written_unless_a_product_writes_it():
 
     assert passes_of(product, half, half) == {}
     assert passes_of(lambda x: x.astype(jnp.float32), half) == {}  # wider: its reader converts it
+    assert passes_of(lambda x: x.astype(HALF), array(dtype=jnp.float32)) == {}  # one number is no array
 
 
 def test_a_reduction_reads_its_operand_once():

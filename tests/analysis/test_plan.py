@@ -132,7 +132,7 @@ def traced_of(settings):
 def few():
     """A sweep that looks at few layouts, legal and not; each is traced, which takes about a second, in one test."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sweep_module, "choices", lambda *args: list(choices(*args))[::41])
+        patch.setattr(sweep_module, "choices", lambda *args, **sizes: list(choices(*args, **sizes))[::41])
         patch.setattr(sweep_module, "sets_to_try", lambda *args, **how: ["none", "layer", "elementwise"])
         patch.setattr(sweep_module, "predicted_memory", lambda model, settings: held_of(settings))
         patch.setattr(sweep_module, "traced_work", lambda model, settings: traced_of(settings))

@@ -27,6 +27,7 @@ from parallax.analysis.planned.layouts import (
 )
 from parallax.analysis.planned.moves import SentPerUse, read_by_update
 from parallax.analysis.planned.parts import (
+    GATHERS,
     Counts,
     Ends,
     LayerCosts,
@@ -332,7 +333,7 @@ class ClosedForm:
         costs = [repeated(of_layer, many * layers), repeated(back, many * layers * again)]
         if choice.prefetch:  # each run gathers one more, unless the pass before has; that of the last turn is not used
             runs = moves.ahead[kind] * schedule.virtual
-            given = runs > 0 and schedule.stages == 1
+            given = schedule.virtual * (runs > 0 and (again or schedule.stages == 1))
             costs += [repeated(forward, many * runs), repeated(back, many * (runs * (1 + again) - given))]
         return costs
 
@@ -353,11 +354,11 @@ def held_in(schedule: Schedule, layer: LayerCosts) -> int:
 
 
 def gathers(costs: Counts, direction: str) -> Counts:
-    """The gathers of weights in passes of this direction."""
+    """Those of gathers of weights, with the copies that belong to them, in passes of this direction."""
     return {
-        key: count
-        for key, count in costs.items()
-        if isinstance(key[0], Sent) and key[0][0::4][:2] == ("all-gather", direction)
+        (cost, place): count
+        for (cost, place), count in costs.items()
+        if GATHERS in place.stack and cost.direction == direction
     }
 
 

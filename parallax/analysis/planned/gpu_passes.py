@@ -2,9 +2,10 @@
 
 A product reads whole arrays: what is sliced out of one at an index that the program computes is copied for it, as the
 matrix of a group or the keys of a block. Rows that are gathered, and arrays that grow by padding, are copied, too. What
-is added to a slice of sums is read again, with that slice. What is rounded to fewer bits is written once for its
-readers, unless a product writes it so, perhaps times a scale. A reduction reads its operand once: what comes between
-two of them is in the second. Largest magnitudes, by which arrays are rounded, are taken where these are written.
+is added to a slice of sums is read again, with that slice. An array that is rounded to fewer bits is written once for
+its readers, unless a product writes it so, perhaps times a scale. A reduction reads its operand once: what comes
+between two of them is in the second. Largest magnitudes, by which arrays are rounded, are taken where these are
+written.
 """
 
 import math
@@ -58,7 +59,7 @@ class GpuPasses:
         if name == ADDS:
             return 3 * _bytes(equation.invars[2])
         if name == CONVERTS:
-            rounds = _bytes(out) < _bytes(x) and not _is_in(self.by_products, x)
+            rounds = _bytes(out) < _bytes(x) and x.aval.size > 1 and not _is_in(self.by_products, x)
             return (_bytes(x) + _bytes(out)) * rounds
         return None
 

@@ -54,8 +54,11 @@ class Place(NamedTuple):
 # How often each cost occurs. The programs of other rows of a microbatch have theirs in the same order.
 Counts = dict[tuple[OpCost | Sent, Place], float]
 
-# Scopes that say how often something runs in a step, of embedding and head, and of what is not counted.
-EACH_LAYER, EACH_MICROBATCH, OF_ENDS, NOT_COUNTED = MARKS = "each layer", "each microbatch", "ends", "not counted"
+# Scopes that say how often something runs in a step, of embedding and head, of gathers of a layer, and of what is not
+# counted.
+EACH_LAYER, EACH_MICROBATCH = "each layer", "each microbatch"
+OF_ENDS, GATHERS, NOT_COUNTED = "ends", "gathers", "not counted"
+MARKS = EACH_LAYER, EACH_MICROBATCH, OF_ENDS, GATHERS, NOT_COUNTED
 
 
 def counted(program: ClosedJaxpr, model: ShardedModel, scope: str = "", known: dict[int, Any] | None = None) -> Counts:
@@ -351,7 +354,7 @@ def _moved(model: ShardedModel, weights: Any, stack: str, rounding: Any) -> tupl
     """A layer's weights gathered for F and for B, with what its products read, and its gradients added to zeros."""
     arrays = []
     for scope in (FORWARD, BACKWARD):
-        with jax.named_scope(scope):
+        with jax.named_scope(scope), jax.named_scope(GATHERS):
             gathered = weights.gathered(jnp.int32(0))
         arrays += jax.tree.leaves(gathered["params"])
         with jax.named_scope(NOT_COUNTED):
