@@ -345,7 +345,8 @@ def each_place_of_both(passes: tuple[Pass, Pass], runs: tuple[LayerRun, LayerRun
         following = gathered(jnp.minimum(count + 1, run.places - 1), dy, dy)
         return Both(x, dy, saved, grads), following
 
-    return lax.fori_loop(0, run.places, turn, (state, gathered(0, *state[:2])))[0]
+    first = gathered(0, state.x, model.devices.after(state.dy, state.x))
+    return lax.fori_loop(0, run.places, turn, (state, first))[0]
 
 
 # ---- a layer's weights and places
