@@ -13,30 +13,33 @@ def pairs_of(case):
 
 def pairwise_cases(cases):
     """Take the case that has most pairs not seen yet, until every pair of the legal `cases` was seen."""
-    number = {}
-    rows = [[number.setdefault(setting, len(number)) for setting in case.items()] for case in cases]
-    pairs = [[a * len(number) + b for a, b in itertools.combinations(row, 2)] for row in rows]
+    settings = _numbered([[*case.items()] for case in cases])
+    first, second = np.triu_indices(settings.shape[1], 1)
+    pairs = settings[:, first] * (settings.max() + 1) + settings[:, second]
     return [cases[at] for at in _cover(pairs)]
 
 
 def few_fast(cases, *keys):
     """The cases, slow but for a few in which every setting, or every one of these keys, is once."""
-    fast = {*_cover([[(key, str(value)) for key, value in case.items() if key in keys or not keys] for case in cases])}
+    settings = [[(key, str(value)) for key, value in case.items() if key in keys or not keys] for case in cases]
+    fast = {*_cover(_numbered(settings))}
     return [case if at in fast else pytest.param(case, marks=pytest.mark.slow) for at, case in enumerate(cases)]
 
 
-def _cover(sets):
-    """Of some sets the numbers of a few that hold what all hold."""
-    number = {one: at for at, one in enumerate(dict.fromkeys(itertools.chain.from_iterable(sets)))}
-    left = np.zeros((len(number), len(sets)), np.uint8)  # 1 where a set holds what no chosen set does
-    for at, own in enumerate(sets):
-        left[[number[one] for one in own], at] = 1
-    counts, chosen, among_equals = left.sum(0, dtype=np.int64), [], _shuffled(np.arange(len(sets)))
-    while counts.any():
+def _numbered(rows):
+    """Each value of some rows as its number, from 1; 0 fills up shorter rows."""
+    number = {None: 0}
+    columns = itertools.zip_longest(*rows)
+    return np.array([[number.setdefault(value, len(number)) for value in column] for column in columns]).T
+
+
+def _cover(rows):
+    """The numbers of a few rows that hold what all rows hold; in a row, no value is twice."""
+    missing, chosen, among_equals = np.ones(rows.max() + 1, bool), [], _shuffled(np.arange(len(rows)))
+    missing[0] = False
+    while (counts := missing[rows].sum(1)).any():
         chosen.append(int(np.argmax((counts << 32) + among_equals)))
-        new = np.flatnonzero(left[:, chosen[-1]])
-        counts -= left[new].sum(0, dtype=np.int64)
-        left[new] = 0
+        missing[rows[chosen[-1]]] = False
     return chosen
 
 
