@@ -25,7 +25,7 @@ from parallax.model.kernels.cudnn import cudnn_attention
 from parallax.model.kernels.splash import splash_attention
 from parallax.model.kernels.triton import triton_attention
 from parallax.model.logits import soft_capped
-from parallax.model.mask import Mask
+from parallax.model.mask import Mask, blocks_seen
 from parallax.model.norm import RMSNorm
 from parallax.model.rope import rotate
 from parallax.sharding.activations import ROWS, SEQ, activation
@@ -272,7 +272,13 @@ def largest_logits(q_BSHJ: Array, k_BTGJ: Array, mask: Mask, *, scale: float) ->
     q, k = lax.stop_gradient((_in_groups(q_BSHJ, k_BTGJ.shape[2]), k_BTGJ))
     rows, columns = min(queries, LOGITS_SIDE), min(keys, LOGITS_SIDE)
     blocks = itertools.product(range(0, queries, rows), range(0, keys, columns))
-    causal = [(row, column) for row, column in blocks if queries < keys or column < row + rows]
+
+    def is_seen(block: tuple[int, int]) -> bool:
+        """Whether a query of a block may attend to a key of it; that of a context rank, whose places differ, may."""
+        row, column = block
+        places = (row, row + rows - 1), (column, column + columns - 1)
+        return queries < keys or blocks_seen(*places, mask.longest_window)[0]
+
     start_GM = jnp.full(q.shape[2:4], -jnp.inf, jnp.float32)
     given = q, k, places_S, places_T, segments_BS, mask, start_GM
     q, k, places_S, places_T, segments_BS, mask, start_GM = vary_alike(given)
@@ -287,7 +293,7 @@ def largest_logits(q_BSHJ: Array, k_BTGJ: Array, mask: Mask, *, scale: float) ->
         scores = jnp.where(seen_BST[:, None, None], scores, -jnp.inf)
         return jnp.maximum(largest_GM, scores.max(axis=(0, 3, 4))), None
 
-    return lax.scan(of_block, start_GM, jnp.asarray(causal))[0].reshape(-1)
+    return lax.scan(of_block, start_GM, jnp.asarray([*filter(is_seen, blocks)]))[0].reshape(-1)
 
 
 class GQA(nn.Module):

@@ -159,6 +159,11 @@ def check_qk_clip(model: ModelConfig, settings: Settings, axis_sizes: Mapping[st
         raise ConfigError(
             f"{asked} needs model.attention='mla' or 'gqa', not {quoted(model.attention)}; use qk_clip=0."
         )
+    if model.dense != "dense":
+        raise ConfigError(
+            f"{asked} scales the kernels of the package's projections, and model.dense={quoted(model.dense)} makes "
+            "others; use qk_clip=0, or dense='dense'."
+        )
     if any(block.qk_norm for block in model.blocks.values()):
         raise ConfigError(
             f"{asked} scales projections down, which model.qk_norm=True normalizes again; use qk_clip=0, or "

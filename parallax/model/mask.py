@@ -57,6 +57,12 @@ class Mask(struct.PyTreeNode):
         """Whether a window may hide earlier tokens of a row."""
         return any(map(self._that_cuts, self.windows or (self.window,)))
 
+    @property
+    def longest_window(self) -> int:
+        """The longest window of the layers that have it, 0 for whole rows."""
+        windows = [*map(self._that_cuts, self.windows or (self.window,))]
+        return max(windows) if all(windows) else 0
+
     def _that_cuts(self, window: int) -> int:
         """The window, 0 if it is no shorter than a row."""
         return window if window < self.segments_BN.shape[1] else 0

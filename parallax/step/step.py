@@ -263,7 +263,7 @@ class TrainStep:
                 updated, opt_state = update(params, opt_state, grads)
         rate = self.model.settings.optimizer.balance_rate
         updated = with_statistics(self.model.plan.statistics, updated, statistics, rate)
-        return with_clipped_heads(self.model, updated, statistics), opt_state
+        return with_clipped_heads(self.model, updated, statistics, noise), opt_state
 
 
 def updated_if(passes: Array, update: Callable, kept: tuple[Any, Any], given: tuple, *, in_loop: bool) -> Any:

@@ -50,6 +50,8 @@ DTYPE, MATMUL_PARTS_KEY = "model.dtype", "model.matmul_parts"
 # Keys of a model that may change: how it is computed, context extension, and what a token attends to.
 FREE_KEYS = ("model.dtype", "model.kernel", "model.dropout", "model.lora_dropout")  # prefixes
 FREE_KEYS += ("model.sliding_window", "model.rope_")
+# Keys that may change from one number over 0 to another: with 0 a model has other arrays.
+FREE_OVER_0 = ("model.qk_clip",)
 
 
 def step_to_resume(
@@ -100,7 +102,7 @@ def why_not_this_run(step: int, saved: Mapping[str, Any], settings: Mapping[str,
     if step >= (steps := settings["train"]["steps"]):
         return f"it is not before train.steps={steps}"
     changed = _changed_since(step, saved, settings)
-    fixed = {key: values for key, values in changed.items() if is_fixed(key) or key == CONTINUE_FROM}
+    fixed = _fixed(changed) | {key: values for key, values in changed.items() if key == CONTINUE_FROM}
     return f"it has other settings: {difference_text(fixed)}" if fixed else ""
 
 
@@ -161,7 +163,7 @@ def _check_changed(
 ) -> None:
     """List settings that have changed since a step of a run; CheckpointError if it cannot go on with them. `may_differ`
     says whether train.other_data would allow other data."""
-    fixed = {key: values for key, values in changed.items() if is_fixed(key)}
+    fixed = _fixed(changed)
     if fixed and not (changed_code and all(key.startswith(USER_CODE) for key in fixed)):
         only_data = may_differ and all(map(_is_of_data, fixed))
         allowed = ", or allow other data with train.other_data=True" if only_data else ""
@@ -348,6 +350,12 @@ def check_source(train: TrainConfig) -> None:
             f"train.init_from={train.init_from!r} holds no checkpoint; name the folder of a run that saved one"
         )
     PlainPath(checkpoints)  # refused now, not when the weights are loaded
+
+
+def _fixed(changed: Mapping[str, tuple[Any, Any]]) -> dict[str, tuple[Any, Any]]:
+    """Those of changed settings with which a run cannot be resumed."""
+    allowed = {key for key in FREE_OVER_0 if all(changed.get(key, ()))}
+    return {key: values for key, values in changed.items() if is_fixed(key) and key not in allowed}
 
 
 def is_fixed(key: str) -> bool:

@@ -51,13 +51,13 @@ FLOPS_PER_WEIGHT, FLOPS_PER_GRADIENT, FLOPS_PER_PRODUCT = 4, 2, 2
 
 def parameters_by_component(declared: Any, *, trained: bool = False) -> dict[str, int]:
     """Number of parameters of each of COMPONENTS, and of other parts of layers, over all layers and devices; norms are
-    counted together. Scales of 8-bit products are not counted; with `trained`, neither are parameters without a
-    gradient."""
+    counted together. Maxima of steps, as scales of 8-bit products, are not counted; with `trained`, neither are
+    parameters without a gradient."""
     counts = Counter(dict.fromkeys(COMPONENTS, 0))
     for leaf in declared_leaves(declared):
         if trained and leaf.spec.is_constant:
             continue
-        if leaf.spec.role != Role.MAXIMA:
+        if not leaf.spec.is_maximum:
             counts[NORMS if leaf.spec.role == Role.NORM else leaf.spec.part or "other"] += math.prod(leaf.value.shape)
     return dict(counts)
 
