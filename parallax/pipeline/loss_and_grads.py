@@ -6,9 +6,10 @@ These are functions of a model, which is static, and of arrays in local view.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
@@ -144,11 +145,18 @@ def passes_of_training(layers: Layers, ends: MicrobatchHead | BatchedHead) -> li
     """The passes of each kind of layers."""
     model = layers.model
     settings = dict(remat=model.pipeline.remat, split=model.schedule.split, in_rows=relays_what_is_read(model.mesh))
-    kinds = zip(layers.passes, model.orders, arguments_of_layers(layers, ends), strict=True)
+    shapes = [jax.tree.flatten(arguments) for arguments in arguments_of_layers(layers, ends)]
     return [
-        layer_passes(passes.block, stack=stack, plan=model.plan, weights=weights, x=x, context=context, **settings)
-        for passes, stack, (weights, x, context) in kinds
+        _passes_of_shapes(passes.block, structure, *leaves, stack=stack, plan=model.plan, **settings)
+        for passes, stack, (leaves, structure) in zip(layers.passes, model.orders, shapes, strict=True)
     ]
+
+
+@lru_cache(maxsize=16)  # a model is traced for its step, and before that for its memory
+def _passes_of_shapes(block: nn.Module, structure: Any, *leaves: Any, **settings: Any) -> LayerPasses:
+    """The passes of a layer for arguments of these shapes."""
+    weights, x, context = jax.tree.unflatten(structure, leaves)
+    return layer_passes(block, weights=weights, x=x, context=context, **settings)
 
 
 def arguments_of_layers(layers: Layers, ends: MicrobatchHead | BatchedHead) -> list[tuple[Any, Any, Context]]:

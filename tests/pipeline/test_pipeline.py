@@ -14,8 +14,11 @@ from support.plain_model import plain_losses
 from support.tiny_model import SEQ_CUT, build, make_batch, params_of
 from support.traced_equations import equations, inside, sent
 
+from parallax.analysis.traced.memory import tick_state
 from parallax.config.sections import REMAT, FsdpConfig, PipelineConfig
 from parallax.errors import ConfigError
+from parallax.model.batch import BATCH_ARRAYS
+from parallax.pipeline import loss_and_grads
 from parallax.pipeline.layer_passes import SaveAll, layer_passes
 from parallax.pipeline.layer_runs import LayerRun, Repeat
 from parallax.pipeline.layer_weights import LayerWeights
@@ -342,3 +345,27 @@ def test_a_batch_that_cannot_be_cut_is_refused_before_compiling(mesh, rows, seq,
     with pytest.raises(ConfigError) as caught:
         model.loss_and_grad(model.shapes, make_batch(rows=rows, seq=seq))
     assert message in str(caught.value)
+
+
+def test_the_layers_of_a_model_are_traced_once_for_each_shape(monkeypatch):
+    traced = []
+
+    def counted(*args, **named):
+        traced.append(named["stack"])
+        return layer_passes(*args, **named)
+
+    monkeypatch.setattr(loss_and_grads, "layer_passes", counted)
+    model = build((1, 1, 1), remat="layer", attention="gqa", layers=1)
+
+    def lowered():
+        batch = {name: jax.ShapeDtypeStruct((16, 16), jnp.int32) for name in BATCH_ARRAYS}
+        return jax.jit(lambda *given: model.loss_and_grad(*given)).lower(model.shapes, batch).as_text()
+
+    tick_state(model, 16, 16)
+    after_another_trace = lowered()
+    assert len(traced) == 1
+    tick_state(model, 32, 16)
+    assert len(traced) == 2
+    loss_and_grads._passes_of_shapes.cache_clear()
+    assert lowered() == after_another_trace
+    assert len(traced) == 3
