@@ -1,6 +1,7 @@
 """QK-clip: a step's largest logits are those of a plain model on every mesh, and heads are scaled as NumPy does."""
 
 import dataclasses
+import functools
 from unittest import mock
 
 import jax
@@ -8,15 +9,28 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support import plain_model
-from support.tiny_model import build, make_batch, optimizer_config, params_of
+from support.run_examples import tiny_config
+from support.tiny_model import SEQ_CUT, build, make_batch, mesh_of, optimizer_config, params_of, settings_of
+from support.traced_equations import equations
+from support.user_parts import LoRA
 
-from parallax.errors import ConfigError
+import parallax as px
+from configs.base import get_config
+from parallax.analysis.traced.flops import parameters_by_component
+from parallax.cli.convert import main as convert
+from parallax.config.settings import read_settings
+from parallax.errors import CheckpointError, ConfigError
 from parallax.model import attention
 from parallax.model.mask import Mask
+from parallax.model.transformer import Block
+from parallax.pipeline import ShardedModel
 from parallax.sharding.layout import named_leaves
 from parallax.step.optimizer import make_optimizer
 from parallax.step.qk_clip import LARGEST_LOGITS, MAX_LOGIT, with_clipped_heads
-from parallax.step.step import TrainStep
+from parallax.step.step import TrainStep, abstract_state
+from parallax.storage.run_files import read_metrics
+from parallax.training.resume import why_not_this_run
+from parallax.training.run import train
 
 MODELS = {
     "gqa": dict(attention="gqa", kv_heads=2),
@@ -70,6 +84,7 @@ def measured(model, params, batch):
     return np.concatenate([np.asarray(x) for name, x in statistics.items() if name.endswith(LARGEST_LOGITS)])
 
 
+STREAMS = dict(schedule="one_f_one_b", tensor_parallel="streams", residual=SEQ_CUT)
 MESHES = [
     ((1, 1, 1), "gqa", {}),
     pytest.param((2, 2, 2), "mla", dict(schedule="one_f_one_b"), marks=pytest.mark.slow),
@@ -79,6 +94,8 @@ MESHES = [
     pytest.param((1, 1, 2, 1, 2), "gqa", dict(context="ulysses"), marks=pytest.mark.slow),
     pytest.param((1, 1, 2, 1, 2), "mla", dict(context="all_gather"), marks=pytest.mark.slow),
     pytest.param((1, 2, 1, 1, 2), "gqa", dict(context="all_gather", sliding_window=3), marks=pytest.mark.slow),
+    pytest.param((2, 1, 2), "gqa", STREAMS | dict(layers=3, sliding_window=3), marks=pytest.mark.slow),
+    pytest.param((1, 1, 1, 1, 1, 2), "gqa", dict(layers_of="moe*2"), marks=pytest.mark.slow),
 ]
 
 
@@ -103,6 +120,17 @@ def test_blocks_of_any_size_give_the_largest_score(side, window):
         np.testing.assert_allclose(attention.largest_logits(q, k, mask, scale=0.5), expected, rtol=1e-5)
 
 
+@pytest.mark.parametrize(("windows", "blocks"), [((0, 0), 10), ((3, 0), 10), ((3, 2), 7), ((3, 16), 10), ((6, 6), 9)])
+def test_blocks_that_no_layer_sees_are_skipped(windows, blocks):
+    """Of 4 x 4 blocks of 4 tokens."""
+    q, k = (jax.ShapeDtypeStruct((2, 16, heads, 8), jnp.float32) for heads in (4, 2))
+    mask = Mask(jnp.zeros((2, 16), jnp.int32), windows=windows, which=jnp.int32(0))
+    with mock.patch.object(attention, "LOGITS_SIDE", 4):
+        traced = equations(lambda q, k: attention.largest_logits(q, k, mask, scale=0.5), q, k)
+        lengths = [equation.params["length"] for equation in traced if equation.primitive.name == "scan"]
+    assert lengths == [blocks]
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_heads_over_the_limit_are_scaled_down(name):
     model = model_on((2, 2, 2), name)
@@ -122,6 +150,32 @@ def test_heads_over_the_limit_are_scaled_down(name):
         np.testing.assert_allclose(after[path], x * factor, rtol=1e-6, err_msg=path)
 
 
+def test_each_kind_of_layers_is_scaled_by_its_own_heads():
+    """Key heads are shared in one, and not in the other."""
+    kinds = dict(layers_of="dense near", kinds="near=(heads=2, kv_heads=2)")
+    model = model_on((1, 1, 1), "gqa", **kinds)
+    params = jax.tree.map(lambda x: jnp.ones(x.shape), model.shapes)
+    shapes = named_leaves(model.shapes)
+    statistics = {name: jnp.full(shapes[name].shape, 4 * LIMIT) for name in model.plan.statistics}
+    before, after = map(named_leaves, (params, with_clipped_heads(model, params, statistics)))
+    expected = {"dense/attention/q": 0.25, "near/attention/q": 0.5, "near/attention/k": 0.5}
+    expected = {f"blocks/{module}/kernel": factor for module, factor in expected.items()}
+    for path, x in before.items():
+        np.testing.assert_array_equal(after[path], x * np.float32(expected.get(path, 1)), err_msg=path)
+
+
+def test_weights_in_bfloat16_are_scaled_by_the_factor_on_average():
+    """0.998 lies between two of them; the one head that is below the limit keeps its entries."""
+    model = model_on((1, 1, 1), "gqa")
+    params = jax.tree.map(lambda x: jnp.ones(x.shape, jnp.bfloat16), model.shapes)
+    largest = {f"blocks/attention/{LARGEST_LOGITS}": jnp.full((2, 4), LIMIT / 0.998).at[:, 1].set(LIMIT / 2)}
+    q = with_clipped_heads(model, params, largest, jnp.int32([0, 1]))["blocks"]["attention"]["q"]["kernel"]
+    of_heads = np.moveaxis(np.asarray(q, np.float32), 2, 0)
+    assert q.dtype == jnp.bfloat16 and (of_heads[1] == 1).all()
+    # 0.002 is the standard deviation of an entry.
+    np.testing.assert_allclose(of_heads[[0, 2, 3]].mean((1, 2, 3)), 0.998, atol=4 * 0.002 * of_heads[0].size ** -0.5)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_after_a_step_no_head_of_the_first_layer_exceeds_the_limit(name):
@@ -138,6 +192,27 @@ def test_after_a_step_no_head_of_the_first_layer_exceeds_the_limit(name):
     np.testing.assert_allclose(np.asarray(after)[0], np.clip(expected[0], 0, LIMIT), rtol=1e-5)
 
 
+def test_largest_logits_are_no_parameters():
+    counts = [parameters_by_component(model_on((1, 1, 1), "gqa", qk_clip=t).plan.declared) for t in (0.0, LIMIT)]
+    assert counts[0] == counts[1]
+
+
+@pytest.mark.slow
+def test_a_run_with_clipped_heads_goes_on_with_another_limit_and_its_weights_go_out(corpus, tmp_path):
+    few = {"train.steps": 2, "train.eval_batches": 0, "checkpoint.keep_best": 0, "optimizer.warmup_steps": 0}
+    config, run, start = functools.partial(tiny_config, corpus, **few), tmp_path / "run", tmp_path / "start"
+    train(config(**{"model.qk_clip": 1e9}), run)
+    train(config(**{"model.qk_clip": 0.01, "train.steps": 4}), run)
+    largest = [line[MAX_LOGIT] for line in read_metrics(run / "metrics.jsonl") if MAX_LOGIT in line]
+    assert len(largest) == 4 and largest[2] > 0.01 and largest[3] < 0.5 * largest[2], largest
+    with pytest.raises(CheckpointError, match="model.qk_clip=0.01 there, 0.0 here"):
+        train(config(**{"train.steps": 6}), run)
+    text = px.load(run).generate("It is", tokens=4, temperature=0.0)
+    assert convert(["to-hf", str(run), str(tmp_path / "hf")]) == 0
+    train(config(**{"train.init_from": str(run), "optimizer.learning_rate": 0.0}), start)
+    assert px.load(start).generate("It is", tokens=4, temperature=0.0) == text
+
+
 REFUSED = {
     "model.qk_norm=True normalizes again": dict(qk_norm=True),
     "model.score_cap=30.0 bounds scores as it is": dict(score_cap=30.0),
@@ -150,3 +225,65 @@ def test_what_cannot_be_clipped_is_refused(message):
     with pytest.raises(ConfigError, match=f"^model.qk_clip={LIMIT}.*; use qk_clip=0, or ") as caught:
         model_on((1, 1, 1, 1, 2), "gqa", **REFUSED[message])
     assert message in str(caught.value)
+
+
+class Unclipped(Block):
+    """A layer whose attention takes no largest logits."""
+
+    @property
+    def _shaped(self):
+        return dataclasses.replace(super()._shaped, qk_clip=0.0)
+
+
+OF_ONES_OWN = {
+    "model.dense": (LoRA, {}, "scales the kernels of the package's projections, and model.dense=.* makes others"),
+    "model.kinds": (
+        {"side": Unclipped},
+        {"layers_of": "dense side"},
+        "clips heads of the package's attention, which layers 'side' of model.kinds=.*Unclipped.* do not have",
+    ),
+}
+
+
+@pytest.mark.parametrize("key", OF_ONES_OWN)
+def test_parts_of_ones_own_whose_heads_it_cannot_scale_are_refused(key):
+    code, changes, message = OF_ONES_OWN[key]
+    base = settings_of(layers=2, attention="gqa", qk_clip=LIMIT, schedule="gpipe")
+    settings = read_settings(base, model={key.removeprefix("model."): code, **changes})
+    with pytest.raises(ConfigError, match=f"^model.qk_clip={LIMIT} {message}; use qk_clip=0, or "):
+        planned(ShardedModel(settings, mesh_of(1, 1, 1)))
+
+
+def planned(model):
+    """The shapes of a training state."""
+    return abstract_state(model, make_optimizer(model.settings.optimizer, 1000, model.plan.rows))
+
+
+def frozen(name, words="", **changes):
+    model = model_on((1, 1, 1), name, **changes)
+    return model.replace(optimizer=dataclasses.replace(model.settings.optimizer, frozen=words))
+
+
+@pytest.mark.parametrize(("name", "words"), [("gqa", "blocks/attention/q"), ("mha", "blocks/attention/k")])
+def test_projections_that_are_not_trained_are_refused(name, words):
+    message = f"scales {words}/.* down, which optimizer.frozen='{words}' does not train; use qk_clip=0, or train it"
+    with pytest.raises(ConfigError, match=message):
+        planned(frozen(name, words))
+
+
+def test_adapters_are_refused_by_their_key():
+    with pytest.raises(ConfigError, match="which model.lora_rank=2 does not train; use qk_clip=0, or lora_rank=0"):
+        planned(model_on((1, 1, 1), "gqa", lora_rank=2))
+
+
+def test_keys_that_heads_share_may_be_frozen():
+    assert planned(frozen("gqa", "blocks/attention/k"))
+
+
+def test_a_limit_may_become_another_but_not_come_or_go():
+    saved = read_settings(get_config(), model={"qk_clip": 2.0}).to_dict()
+    others = [read_settings(get_config(), model={"qk_clip": limit}).to_dict() for limit in (3.0, 0.0)]
+    reasons = [why_not_this_run(1, saved, other) for other in others]
+    assert reasons == ["", "it has other settings: model.qk_clip=2.0 there, 0.0 here"]
+    begun = read_settings(get_config()).to_dict()
+    assert "model.qk_clip=0.0 there, 2.0 here" in why_not_this_run(1, begun, saved)
