@@ -148,13 +148,13 @@ class SaveStageInput(SaveLayers):
         return y, saved, gathered
 
     def backward(self, this: Pass, dy: Array, saved: Any, grads: list) -> tuple[Array, Any, list]:
-        here, _, recomputed = self._again(this._replace(gathered=None), saved)
+        here, _, recomputed = self._again(this._replace(gathered=None), saved, dy)
         dx, after, grads = super().backward(here, dy, saved | recomputed, grads)
         return dx, after | {"F to B": saved["F to B"]}, grads
 
     def both(self, ahead: Pass, back: Pass, state: Both) -> Both:
         with jax.named_scope(BACKWARD):
-            here, y, recomputed = self._again(back, state.saved)
+            here, y, recomputed = self._again(back, state.saved, state.dy)
         x = back.layers.model.devices.after(state.x, y)
         with jax.named_scope(FORWARD):
             inputs = [write_slot(state.saved["F to B"][0], [x], *ahead.slots["F to B"])]
@@ -163,9 +163,10 @@ class SaveStageInput(SaveLayers):
         after = both_ways(ahead, here, state._replace(x=x, saved=read), read)
         return after._replace(saved=after.saved | {"F to B": inputs})
 
-    def _again(self, this: Pass, saved: Any) -> tuple[Pass, Array, Any]:
-        """The stage's layers once more, before B: the pass, their output, and what they save."""
+    def _again(self, this: Pass, saved: Any, dy: Array) -> tuple[Pass, Array, Any]:
+        """The stage's layers once more, before B, which reads `dy`: the pass, their output, and what they save."""
         (x,) = read_slot(saved["F to B"][0], *this.slots["F to B"])
+        x = this.layers.model.devices.after(x, dy)
         kinds = enumerate(this.layers.passes)
         empty = [
             [zeros(leaf, this.layers.per_stage(kind)) for leaf in passes.saved["F to B"]] for kind, passes in kinds

@@ -7,7 +7,9 @@ import jax
 
 from parallax.analysis.compiled.hlo import COLLECTIVES, Computation, Instruction, Module, parse_hlo
 
-OF_WINDOWS = re.compile(r"^conditional \S*attention\._attend/cond \|")
+KNOWN = re.compile(
+    r"^conditional \S*attention\._attend/cond \||^while \S*transpose\(jvp\(Block\)\)/mlp/mlp\._in_chunks/while \|"
+)
 HOLDERS = ("while", "conditional", "call")
 
 
@@ -15,10 +17,11 @@ def run_in_order(function, *args, options=None):
     """What a function gives, compiled, on the host. No message of its program may be out of turn.
 
     But for a ring whose layers have different windows: each window has a branch that sends, and where attention is
-    recomputed, the MLP's backward pass does not read it.
+    recomputed, the MLP's backward pass does not read it. And for shared experts beside others in chunks of tokens,
+    whose backward pass is a loop.
     """
     compiled = jax.jit(function, compiler_options=options).lower(*args).compile()
-    assert [pair for pair in out_of_turn(compiled.as_text()) if not OF_WINDOWS.search(pair)] == []
+    assert [pair for pair in out_of_turn(compiled.as_text()) if not KNOWN.search(pair)] == []
     return jax.device_get(compiled(*args))
 
 
