@@ -237,7 +237,7 @@ PARSED = {
             "plan.py --rounds 3",
             "attention.py",
             "overlap.py --config llama_1b_16 --topology v5e:4x4 --kernels 1",
-            "overlap.py --config llama_1b_16 --topology v5e:4x4 --rows 17 --kernels 1",
+            "overlap.py --config llama_1b_16 --topology v5e:4x4 --rows 16 17 --kernels 1",
             "gspmd.py",
             "large.py",
             "tpu_compile.py --topology v5e:4x4 --mesh 4,2,2",
