@@ -248,6 +248,7 @@ WORDS = (
     "all_to_all(",
     "sum_over(",
     "max_over(",
+    "family.read(",  # a gather, whole or as streams
     "combine(",  # sum_over or max_over
     "permute(",
 )
