@@ -29,9 +29,9 @@ class LayerSequence(NamedTuple):
     places: list[list[Layer | None]]  # for each place of the sequence the layers of each rank
 
     @property
-    def layers(self) -> set[Layer]:
-        """Those of all ranks."""
-        return {layer for of_ranks in self.places for layer in of_ranks if layer}
+    def layers(self) -> list[Layer]:
+        """Those of all ranks, in the same order in every process."""
+        return list(dict.fromkeys(layer for of_ranks in self.places for layer in of_ranks if layer))
 
     def place(self, place: int, time: Any) -> Any:
         """The place in the stage of a place of the sequence in one of its repetitions."""

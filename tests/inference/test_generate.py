@@ -33,6 +33,7 @@ from parallax.inference.decode import CacheForm, Decoder, Prompts
 from parallax.inference.generate import complete, generate, stream
 from parallax.model.kernels.blockwise import LONGEST_SIDE
 from parallax.pipeline import ShardedModel
+from parallax.sharding.layers_on_ranks import Arrangement
 from parallax.sharding.mesh import make_mesh
 from parallax.step.step import with_first_scales
 
@@ -171,6 +172,15 @@ def test_cached_decoding_gives_the_logits_of_the_full_forward_pass(name, mesh, l
 def test_layers_in_a_loop_say_what_they_say_one_by_one(name, mesh, monkeypatch):
     monkeypatch.setattr(layer_sequences, "UNROLLED_LAYERS", 1)
     check_decoding(name, model_on(name, mesh))
+
+
+def test_a_stages_layers_have_one_order_in_every_process():
+    """Of a set, the hash seed would say."""
+    arrangement = Arrangement((0,), ("near", "far") * 4)
+    (sequence,) = layer_sequences.layer_sequences(arrangement, [3, 0] * 4)
+    assert [(layer.kind, layer.indices) for layer in sequence.layers] == [
+        (kind, (number,)) for number in range(4) for kind in ("near", "far")
+    ]
 
 
 def test_the_program_of_a_deep_model_does_not_grow_with_its_layers(monkeypatch):
