@@ -7,7 +7,22 @@ import jax
 from jax.extend.core import ClosedJaxpr, DebugInfo, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
 
 SCALED_MATMUL = "scaled_matmul_wrapper"  # the primitive of jax.nn.scaled_matmul
-NO_CALLS = ("scan", "while", "cond", "pallas_call")  # they do not run their programs exactly once
+LOOPS_AND_BRANCHES = ("scan", "while", "cond")
+NO_CALLS = (*LOOPS_AND_BRANCHES, "pallas_call")  # they do not run their programs exactly once
+RAGGED_PRIMITIVE = "ragged_all_to_all"
+# JAX's names of the notation's collectives.
+KIND_OF_PRIMITIVE = {
+    "all_gather": "all-gather",
+    "all_gather_invariant": "all-gather",
+    "reduce_scatter": "reduce-scatter",
+    "psum": "all-reduce",
+    "psum_invariant": "all-reduce",
+    "pmax": "all-reduce",
+    "pmin": "all-reduce",
+    "all_to_all": "all-to-all",
+    RAGGED_PRIMITIVE: "all-to-all",
+    "ppermute": "permute",
+}
 
 
 def part(

@@ -142,10 +142,11 @@ PASSED = {
 CALLED_BY_FLAX = {"model/transformer.py Block.__call__", "model/mlp.py GatedMLP.__call__"}
 # They say which ranks take a branch, whether there is an update, over which axes an array varies, which piece of it a
 # device keeps, and when.
-MARKS = {
-    f"sharding/collectives.py {name}"
-    for name in ("cond_over_pp", "as_varying", "cut", "after", "SimulatedDevices.after")
-} | {"step/step.py updated_if"}
+MARKS = (
+    {f"sharding/collectives.py {name}" for name in ("cond_over_pp", "as_varying", "cut", "after")}
+    | {"step/step.py updated_if"}
+    | {f"pipeline/message_order.py SimulatedDevices.{name}" for name in ("after", "in_turn")}
+)
 KNOWN = STEP[:3]  # where each walk through a step begins
 OF_A_CLASS = ("__init__", "setup", "__call__")  # found by the name of their class
 

@@ -29,10 +29,11 @@ from parallax.model.products import product_of, scales_of
 from parallax.model.transformer import Parts
 from parallax.pipeline.embed_and_head import Tokens, folds
 from parallax.pipeline.layer_runs import LayerRun, repeats_of
+from parallax.pipeline.message_order import Accelerators, SimulatedDevices
 from parallax.schedules import by_name
 from parallax.sharding import activations
 from parallax.sharding.activations import BATCH, BATCH_AXES, CONTEXT_AXIS, EXPERT_AXIS, ROWS
-from parallax.sharding.collectives import Accelerators, SimulatedDevices, as_varying
+from parallax.sharding.collectives import as_varying
 from parallax.sharding.compiler import clears_what_is_overwritten, first_group
 from parallax.sharding.host import MEMORY_KINDS
 from parallax.sharding.layers_on_ranks import Arrangement, arrangements
@@ -54,8 +55,8 @@ class ModelOnMesh:
         refuse_saved({key: code for key, code in code_of(settings).items() if not key.startswith(NOT_OF_A_MODEL)})
         self.settings, self.mesh, self.measures = settings, mesh, measures
         self.is_simulated = is_simulated(mesh)
-        self.devices = SimulatedDevices() if self.is_simulated else Accelerators()
         self.axis_sizes: dict[str, int] = dict(mesh.shape)
+        self.devices = SimulatedDevices(self._layers_may_send_in_loops) if self.is_simulated else Accelerators()
         device = checks.device_of(mesh)
         platform, kind = (device.platform, device.device_kind) if device else ("", "")
         kernel = chosen_kernel(settings, self.axis_sizes, platform, kind)
@@ -135,6 +136,15 @@ class ModelOnMesh:
         why = f"share the head of a microbatch, which has {rows} rows on a device"
         over = f"{folded}: mesh.pp={pp} ranks and {at_once} {why}"
         check_multiple("data.seq", seq, math.lcm(chunks, folded), over, instead=", or more rows")
+
+    @property
+    def _layers_may_send_in_loops(self) -> bool:
+        """Whether a layer may have a loop or a branch that sends: a ring, windows by layer, chunks, or code of a
+        user's own."""
+        model, layout = self.settings.model, self.settings.layout
+        windows = {settings.sliding_window for settings in model.settings_of_layers.settings}
+        hops = self.axis_sizes.get(CONTEXT_AXIS, 1) > 1 and (layout.context == "ring" or len(windows) > 1)
+        return hops or layout.expert_chunk_tokens > 0 or any(key.startswith("model.") for key in code_of(self.settings))
 
     @property
     def _data_ranks(self) -> tuple[int, str]:

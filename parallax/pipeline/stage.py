@@ -257,6 +257,7 @@ def one_layer(
     if it is given."""
     ((x, saved), grads), layers, context, gradients = state, this.layers, this.context, None
     in_stage = _in_stage(this, run, place)
+    in_turn = layers.model.devices.in_turn
     on_rank, passes, numbers = _on_rank(this, kind, in_stage), layers.passes[kind], layers.numbers[kind]
     if this.work != "weight_gradients":
         weights = layers.weights[kind].gathered(on_rank, x) if weights is None else weights
@@ -266,19 +267,19 @@ def one_layer(
             context = context._replace(key=jax.random.fold_in(context.key, 1 + numbers[on_rank]))
     match this.work:
         case "run":
-            x = passes.run(weights, x, context)
+            x = in_turn(x, passes.run, weights, x, context)
         case "forward":
-            x, residuals = passes.forward(weights, x, context)
+            x, residuals = in_turn(x, passes.forward, weights, x, context)
             saved = _written(this, kind, in_stage, saved, residuals)
         case "backward":
             residuals = _read(this, kind, in_stage, saved if read is None else read, ("F to B", "F to W"))
-            x, gradients, residuals = passes.backward(weights, context, residuals, x)
+            x, gradients, residuals = in_turn(x, passes.backward, weights, context, residuals, x)
             saved = _written(this, kind, in_stage, saved, residuals)
         case "weight_gradients":
-            gradients = passes.weight_gradients(_read(this, kind, in_stage, saved, ("F to W", "B to W")))
+            gradients = in_turn(None, passes.weight_gradients, _read(this, kind, in_stage, saved, ("F to W", "B to W")))
         case "observe":
             saved = with_observation(saved, jnp.int32(0), x, numbers[on_rank] == 0)  # the embedding's output
-            x = passes.run(weights, x, context)
+            x = in_turn(x, passes.run, weights, x, context)
             saved = with_observation(saved, numbers[on_rank] + 1, x, numbers[on_rank] >= 0)
     if gradients is not None:
         at_layer = dict(layer=numbers[on_rank], key=this.rounding)

@@ -99,21 +99,6 @@ def after(x: Array, earlier: Array) -> Array:
     return jnp.where(jnp.isnan(probe), probe.astype(x.dtype), x)
 
 
-class Accelerators:
-    """Devices whose messages need no other order than that in which they are read."""
-
-    def after(self, arrays: Any, earlier: Array | None) -> Any:
-        """The arrays of a tree as they are."""
-        return arrays
-
-
-class SimulatedDevices(Accelerators):
-    """Devices whose messages need the order of the program."""
-
-    def after(self, arrays: Any, earlier: Array | None) -> Any:
-        return arrays if earlier is None else jax.tree.map(lambda x: after(x, earlier), arrays)
-
-
 def _bound(axes: Iterable[str]) -> tuple[str, ...]:
     """The bound axes in mesh order. A sum adds its terms in this order, so it must not depend on the order of a set."""
     wanted = set(axes)

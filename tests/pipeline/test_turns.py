@@ -11,20 +11,37 @@ import pytest
 from support.collective_order import out_of_turn
 from support.tiny_model import SEQ_CUT, build, make_batch
 
-from parallax.sharding.collectives import Accelerators, SimulatedDevices, after
+from parallax.pipeline.message_order import Accelerators, SimulatedDevices
+from parallax.sharding.collectives import after
 
 ROOT = pathlib.Path(__file__).parents[2]
 # A stage of one layer has no loop over layers: its weights could be gathered beside the branch that embeds.
 ONE_LAYER = dict(schedule="one_f_one_b", microbatches=2, layers=2, remat="layer")
 MIXTURE = dict(layers_of="moe*2", layers=2, experts=8, experts_per_token=2, d_expert=16, shared_experts=1)
+CHUNKS = dict(microbatches=2, exchange="ragged", expert_chunk_tokens=16)
+GATHERED = dict(exchange="gather", residual=SEQ_CUT, layers_of="moe*4", layers=4, attention="gqa", tied=True)
+GATHERED |= dict(embedding="vocab_parallel")
+# Attention is recomputed, and the MLP's backward pass does not read it.
+RING = dict(attention="gqa", context="ring", residual=SEQ_CUT, remat="core")
+WINDOWS = dict(layers_of="near far", kinds="near=(sliding_window=3) far=()")
 CASES = {
     "one layer": ((2, 4, 1), ONE_LAYER),
     "one layer, tp": ((2, 2, 2), ONE_LAYER | {"schedule": "zero_bubble", "microbatches": 4, "residual": SEQ_CUT}),
     "one pass": ((2, 2, 2), ONE_LAYER | {"schedule": "dualpipe_v", "microbatches": 4, "layers": 9, "prefetch": 1}),
     "adapters, base in 8 bits": ((2, 2, 1), ONE_LAYER | {"lora_rank": 4, "lora_base": "int8"}),
     "first of several": ((2, 4, 1), ONE_LAYER | {"layers": 6, "prefetch": 1, "remat": "stage"}),
+    "hops of a ring": ((1, 1, 2, 1, 4), ONE_LAYER | RING),
+    "hops, with branches beside each other": ((1, 1, 2, 1, 4), ONE_LAYER | RING | {"branches": "parallel"}),
+    "hops, one pass": ((2, 1, 1, 1, 4), RING | {"schedule": "dualpipe_v", "microbatches": 4, "layers": 9}),
+    "hops in windows": ((2, 1, 2, 1, 2), ONE_LAYER | RING | WINDOWS),
+    "ends of chunks in windows": ((2, 1, 2, 1, 2), ONE_LAYER | RING | WINDOWS | {"context": "all_gather"}),
     "experts": ((1, 1, 2, 1, 1, 4), MIXTURE | dict(microbatches=2, exchange="ragged")),
-    "experts, chunks": ((1, 1, 2, 1, 1, 4), MIXTURE | dict(microbatches=2, exchange="ragged", expert_chunk_tokens=16)),
+    "experts, chunks": ((1, 1, 2, 1, 1, 4), MIXTURE | CHUNKS),
+    "experts, chunks, residual cut by tokens": ((1, 1, 2, 1, 1, 4), MIXTURE | CHUNKS | GATHERED),
+    "experts, chunks, divided": (
+        (2, 1, 2, 1, 1, 2),
+        MIXTURE | CHUNKS | {"schedule": "zero_bubble", "exchange": "gather"},
+    ),
 }
 
 
@@ -51,6 +68,13 @@ def test_untied_gathers_are_out_of_turn(monkeypatch):
     monkeypatch.setattr(SimulatedDevices, "after", Accelerators.after)
     found = out_of_turn(compiled(*CASES["one layer"]))
     assert found and all("/F/" in pair and "all-gather" in pair for pair in found)
+
+
+@pytest.mark.fast(1)
+@pytest.mark.parametrize("case", ["hops of a ring", "hops in windows"])
+def test_layers_with_loops_that_send_would_be_out_of_turn(case, monkeypatch):
+    monkeypatch.setattr(SimulatedDevices, "in_turn", Accelerators.in_turn)
+    assert out_of_turn(compiled(*CASES[case]))
 
 
 STEPS = """

@@ -1,27 +1,18 @@
 """In which order a simulated device may meet the collectives of a compiled program."""
 
-import re
 from collections.abc import Iterator
 
 import jax
 
 from parallax.analysis.compiled.hlo import COLLECTIVES, Computation, Instruction, Module, parse_hlo
 
-KNOWN = re.compile(
-    r"^conditional \S*attention\._attend/cond \||^while \S*transpose\(jvp\(Block\)\)/mlp/mlp\._in_chunks/while \|"
-)
 HOLDERS = ("while", "conditional", "call")
 
 
 def run_in_order(function, *args, options=None):
-    """What a function gives, compiled, on the host. No message of its program may be out of turn.
-
-    But for a ring whose layers have different windows: each window has a branch that sends, and where attention is
-    recomputed, the MLP's backward pass does not read it. And for shared experts beside others in chunks of tokens,
-    whose backward pass is a loop.
-    """
+    """What a function gives, compiled, on the host. No message of its program may be out of turn."""
     compiled = jax.jit(function, compiler_options=options).lower(*args).compile()
-    assert [pair for pair in out_of_turn(compiled.as_text()) if not KNOWN.search(pair)] == []
+    assert out_of_turn(compiled.as_text()) == []
     return jax.device_get(compiled(*args))
 
 

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from parallax.analysis.traced.trace import Origin, step_program, update_program, walk
 from parallax.config.sections import ALL_AXES
+from parallax.jaxprs import KIND_OF_PRIMITIVE, RAGGED_PRIMITIVE
 from parallax.model.experts.exchange_costs import ROOM_OVER_EVEN
 from parallax.model.experts.ragged import SENT
 from parallax.pipeline import ShardedModel
@@ -19,20 +20,6 @@ from parallax.sharding.layout import Layout
 from parallax.step.step import TrainStep
 
 PLAN = "parallax/sharding/plan.py"  # moves what layers use, for each under the layer's name
-RAGGED_PRIMITIVE = "ragged_all_to_all"
-# JAX's names of the notation's collectives.
-KIND_OF_PRIMITIVE = {
-    "all_gather": "all-gather",
-    "all_gather_invariant": "all-gather",
-    "reduce_scatter": "reduce-scatter",
-    "psum": "all-reduce",
-    "psum_invariant": "all-reduce",
-    "pmax": "all-reduce",
-    "pmin": "all-reduce",
-    "all_to_all": "all-to-all",
-    RAGGED_PRIMITIVE: "all-to-all",
-    "ppermute": "permute",
-}
 
 
 class Sent(NamedTuple):

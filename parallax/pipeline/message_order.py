@@ -1,0 +1,115 @@
+"""In which order a device meets the messages of a program.
+
+A message of an accelerator meets its own counterpart, whatever else is sent. XLA starts the messages of a simulated
+device in the order of the program, and each occupies one of a few threads until it is done. But a loop or a branch runs
+in other threads, beside all that does not read its result. Then devices reach its messages and those of the rest in
+different orders, and messages of the same ranks may be confused, or wait for each other for ever.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.extend.core import Jaxpr, JaxprEqn, Literal
+
+from parallax.jaxprs import KIND_OF_PRIMITIVE, LOOPS_AND_BRANCHES, apply, called, within
+from parallax.sharding.collectives import after, varying_axes
+
+
+class Accelerators:
+    """Devices whose messages need no other order than that in which they are read."""
+
+    def after(self, arrays: Any, earlier: Array | None) -> Any:
+        """The arrays of a tree, but on simulated devices only after `earlier` has been computed."""
+        return arrays
+
+    def in_turn(self, earlier: Array | None, run: Callable, *args: Any) -> Any:
+        """`run(*args)`. On simulated devices its messages come after `earlier`, which is one of its arguments, loops
+        and branches that send come one by one with all that sends, and its results after them."""
+        return run(*args)
+
+
+class SimulatedDevices(Accelerators):
+    """Devices whose messages need the order of the program. `has_loops` says whether a layer's loops or branches may
+    send; if not, that order is kept without `in_turn`."""
+
+    def __init__(self, has_loops: bool = True):
+        self.has_loops = has_loops
+
+    def after(self, arrays: Any, earlier: Array | None) -> Any:
+        return arrays if earlier is None else jax.tree.map(lambda x: after(x, earlier), arrays)
+
+    def in_turn(self, earlier: Array | None, run: Callable, *args: Any) -> Any:
+        if not self.has_loops:
+            return run(*args)
+        traced, shapes = jax.make_jaxpr(run, return_shape=True)(*args)
+        turns = _Turns([] if earlier is None else [_Sender([earlier], alone=True)])
+        given = [_Value(x, frozenset([0] if x is earlier else [])) for x in jax.tree.leaves(args)]
+        outs = turns.outputs(traced.jaxpr, traced.consts, given)
+        return jax.tree.unflatten(jax.tree.structure(shapes), [*map(turns.last, outs)])
+
+
+class _Value(NamedTuple):
+    """An array, and the numbers of the senders from which it is computed."""
+
+    array: Any
+    read: frozenset[int]
+
+
+class _Sender(NamedTuple):
+    """Results of a message, or of a loop or a branch with messages; these run `alone`."""
+
+    results: list[Array]
+    alone: bool
+
+
+class _Turns:
+    """A program in which what runs alone and any other sender run one after the other, as they are written."""
+
+    def __init__(self, senders: list[_Sender]):
+        self.senders = senders
+
+    def outputs(self, jaxpr: Jaxpr, consts: Sequence, args: Sequence[_Value]) -> list[_Value]:
+        value_of = dict(zip(jaxpr.constvars, (_Value(const, frozenset()) for const in consts), strict=True))
+        value_of |= zip(jaxpr.invars, args, strict=True)
+
+        def value(atom: Any) -> _Value:
+            return _Value(atom.val, frozenset()) if isinstance(atom, Literal) else value_of[atom]
+
+        for equation in jaxpr.eqns:
+            values, inner = [*map(value, equation.invars)], called(equation)
+            outs = self.outputs(inner.jaxpr, inner.consts, values) if inner else self._of(equation, values)
+            value_of |= zip(equation.outvars, outs, strict=True)
+        return [*map(value, jaxpr.outvars)]
+
+    def last(self, out: _Value) -> Array:
+        """An output, after all that runs alone."""
+        arrays = [out.array]
+        self._tie(arrays, out.read, [sender.alone for sender in self.senders])
+        return arrays[0]
+
+    def _of(self, equation: JaxprEqn, values: list[_Value]) -> list[_Value]:
+        arrays, read = [each.array for each in values], frozenset().union(*(each.read for each in values))
+        if not any(each.primitive.name in KIND_OF_PRIMITIVE for each in (equation, *within(equation))):
+            return [_Value(out, read) for out in apply(equation, arrays)]
+        alone = equation.primitive.name in LOOPS_AND_BRANCHES
+        read |= self._tie(arrays, read, [alone or sender.alone for sender in self.senders])
+        outs = apply(equation, arrays)
+        self.senders.append(_Sender([out for out in outs if jnp.issubdtype(out.dtype, jnp.floating)], alone))
+        return [_Value(out, read | {len(self.senders) - 1}) for out in outs]
+
+    def _tie(self, arrays: list[Any], read: frozenset[int], apart: Sequence[bool]) -> set[int]:
+        """Make the smallest array that can be wait for each sender that is `apart` and was not read; returns those
+        that it waits for."""
+        sizes = {place: x.size for place, x in enumerate(arrays) if isinstance(x, Array)}
+        places, waits = sorted(sizes, key=sizes.get), set()
+        for number in sorted(set(range(len(self.senders))) - read):
+            pairs = ((place, result) for place in places for result in self.senders[number].results)
+            pairs = (pair for pair in pairs if varying_axes(pair[1]) <= varying_axes(arrays[pair[0]]))
+            if apart[number] and (pair := next(pairs, None)):
+                place, result = pair
+                arrays[place] = after(arrays[place], result)
+                waits.add(number)
+        return waits
