@@ -26,6 +26,7 @@ from parallax.analysis.traced.collectives import (
     update_collectives,
 )
 from parallax.analysis.traced.flops import flops_by_direction
+from parallax.analysis.traced.trace import walk
 from parallax.config.sections import AXES
 from parallax.sharding.collectives import (
     all_gather,
@@ -125,6 +126,23 @@ def test_a_counter_that_a_loop_carries_decides_branches():
         return (lax.cond(number % 3 == 0, exchange, lambda x: x, x), number + 1), None
 
     assert sum(one.count for one in sent_by(lambda x: lax.scan(turn, (x, 0), None, length=10)[0][0])) == 4
+
+
+def test_a_loop_is_followed_once_where_a_branch_is_decided_by_what_its_weights_give():
+    def turn(carry, _):
+        x, number = carry
+        x = x @ jnp.ones((9, 8, 8))[number]
+        return (lax.cond(x.sum() > 0, jnp.sin, jnp.sin, x), number + 1), None
+
+    program = jax.make_jaxpr(lambda x: lax.scan(turn, (x, 0), None, length=9)[0])(X)
+    visits = []
+
+    def count(equation, _):
+        visits.append(equation.primitive.name)
+        return Counter([equation.primitive.name])
+
+    assert walk(program, rank={}, count=count)["sin"] == 9
+    assert visits.count("dot_general") == 1
 
 
 def test_the_tables_of_a_schedule_steer_however_many_ticks_they_have():

@@ -218,6 +218,7 @@ PARSED = {
     "python -m parallax.launch --processes 8 --gpus-per-process 1 -- train.py --config=configs/gpu_80gb_x8.py "
     "--config.data.path=FILES --config.data.tokenizer=FILE.json": POD,
     "python -m parallax.report --config=configs/llama_1b_16.py --topology=v5e:4x4": LONG,
+    "python -m parallax.report --config=configs/llama3_70b.py --topology=v5p:4x8x8": LONG,
     "python -m parallax.plan --config=configs/llama_1b_16.py --topology=v5e:4x4 --sweep --keep=5 --most=0 "
     "--svg=docs/plan.svg": LONG,
     "python -m parallax.plan --config=configs/llama2_7b_64.py --topology=v5p:4x4x4 --sweep --svg=layouts.svg": LONG,

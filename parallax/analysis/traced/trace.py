@@ -242,10 +242,15 @@ class Walk:
 
 def _evaluate(equation: JaxprEqn, values: list[Known]) -> list[Known]:
     """Outputs of an equation whose inputs are known, if they are small and of integers or booleans."""
-    small = all(_counts(var.aval) for var in equation.outvars)
-    if not small or any(value is None for value in values):
+    if not _can_be_known(equation) or any(value is None for value in values):
         return [None] * len(equation.outvars)
     return [np.asarray(out) for out in apply(equation, values)]
+
+
+def _can_be_known(equation: JaxprEqn) -> bool:
+    """Whether the outputs are small, and no input is an activation or a weight."""
+    read = (var.aval for var in equation.invars if not isinstance(var, Literal))
+    return all(_counts(var.aval) for var in equation.outvars) and all(map(_is_discrete, read))
 
 
 def _known(const: Any) -> Known:
@@ -293,7 +298,7 @@ class Steering:
             return set()
         if (inner := called(equation)) is not None:
             return self.inputs(inner.jaxpr, wanted)
-        return set(range(len(equation.invars))) if wanted else set()
+        return set(range(len(equation.invars))) if wanted and _can_be_known(equation) else set()
 
     def _of_loop(self, equation: JaxprEqn, wanted: Set[int]) -> Set[int]:
         """Values that an iteration reads from the previous one are wanted outputs of that one, too."""
