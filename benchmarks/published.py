@@ -427,10 +427,9 @@ GPT_OSS_120B = {"model.layers": 36, "model.layers_of": "(local moe)*18", "model.
 OSS_ON_V7X = GPT_OSS_120B | remat("layer", "host") | microbatches(1) | {"model.kernel": "splash"}
 MAXTEXT_LLAMA2 = LLAMA2_70B | at(128, 4096, dp=64) | microbatches(1) | remat("elementwise core ffn") | CHUNKS
 PAX = microbatches(1) | MINIMAL
-NEMO = remat("elementwise") | ALL_FLOAT8
+NEMO_FLOAT8 = remat("elementwise") | ALL_FLOAT8
 NEMO_GROK = at(1024, 8192, dp=1, cp=2, ep=8, tp=4) | microbatches(128, "zero1") | {"layout.context": "ulysses"}
 NEMO_GROK |= remat("elementwise")
-PACKED = {"packed": True}
 AUTO = BFLOAT16 | FULL
 TUNED = at(32, 4096, dp=1) | microbatches(16) | remat("elementwise") | lora(16)
 BLIND_ROWS = [
@@ -474,25 +473,25 @@ BLIND_ROWS = [
     gpus("Paxml, GPT-3-175B on 128 H100 in FP8", 7.47, PAX_175B, "H100:16x8",
          GPT3 | at(256, 2048, dp=128) | microbatches(1) | remat("elementwise core ffn") | ALL_FLOAT8),
     per_gpu("NeMo, GPT-3-20B on 64 H100 in FP8", 5851, NEMO_2407, "H100:8x8",
-            GPT_20B | at(256, 2048, dp=32, tp=2) | microbatches(4, "zero1") | NEMO),
+            GPT_20B | at(256, 2048, dp=32, tp=2) | microbatches(4, "zero1") | NEMO_FLOAT8),
     per_gpu("NeMo, Llama-2-7B on 8 H100 in FP8", 16_934, NEMO_2407, "H100:8",
-            LLAMA_7B | at(128, 4096, dp=8) | microbatches(16, "zero1") | NEMO),
+            LLAMA_7B | at(128, 4096, dp=8) | microbatches(16, "zero1") | NEMO_FLOAT8),
     per_gpu("NeMo, Llama-2-13B on 16 H100 in FP8", 8715, NEMO_2407, "H100:2x8",
-            LLAMA2_13B | at(128, 4096, pp=4, dp=4) | interleaved(10) | microbatches(32, "zero1") | NEMO),
+            LLAMA2_13B | at(128, 4096, pp=4, dp=4) | interleaved(10) | microbatches(32, "zero1") | NEMO_FLOAT8),
     per_gpu("NeMo, Llama-2-70B on 64 H100 in FP8", 1728, NEMO_2407, "H100:8x8",
-            LLAMA2_70B | at(128, 4096, pp=4, dp=4, tp=4) | interleaved(20) | microbatches(32, "zero1") | NEMO),
+            LLAMA2_70B | at(128, 4096, pp=4, dp=4, tp=4) | interleaved(20) | microbatches(32, "zero1") | NEMO_FLOAT8),
     per_gpu("NeMo, Nemotron-3-8B on 64 H100 in FP8", 12_507, NEMO_2407, "H100:8x8",
-            NEMOTRON_8B | HALF_ROPE | at(256, 4096, dp=32, tp=2) | microbatches(2, "zero1") | NEMO),
+            NEMOTRON_8B | HALF_ROPE | at(256, 4096, dp=32, tp=2) | microbatches(2, "zero1") | NEMO_FLOAT8),
     per_gpu("NeMo, Nemotron-3-22B on 64 H100 in FP8", 4312, NEMO_2407, "H100:8x8",
             NEMOTRON_22B | HALF_ROPE | at(256, 4096, pp=4, dp=8, tp=2) | interleaved(10)
-            | microbatches(16, "zero1") | NEMO),
-    gpus("NeMo, 8 layers of Llama-3.1-405B on 32 H100", 5.4, f"{DGX_CLOUD}/v25.04/llama3.1/README.md", "H100:4x8",
+            | microbatches(16, "zero1") | NEMO_FLOAT8),
+    gpus("NeMo, 8 layers of Llama-3.1-405B on 32 H100", 5.4, NEMO, "H100:4x8",
          LLAMA_405B | {"model.layers": 8, "layout.context": "ulysses"} | at(64, 8192, dp=2, cp=2, tp=8)
          | microbatches(32, "zero1") | remat("elementwise")),
-    gpus("NeMo, 8 layers of Llama-3.1-405B on 32 H100 in FP8", 3.53, f"{DGX_CLOUD}/v25.04/llama3.1/README.md",
+    gpus("NeMo, 8 layers of Llama-3.1-405B on 32 H100 in FP8", 3.53, NEMO,
          "H100:4x8",
          LLAMA_405B | {"model.layers": 8, "layout.context": "ulysses"} | at(64, 8192, dp=2, cp=2, tp=8)
-         | microbatches(32, "zero1") | NEMO),
+         | microbatches(32, "zero1") | NEMO_FLOAT8),
     gpus("NeMo, 8 layers of Grok-1 on 64 H100", 21.42, GROK, "H100:8x8", GROK_1_EIGHTH | NEMO_GROK),
     gpus("NeMo, 8 layers of Grok-1 on 64 H100 in FP8", 17.53, GROK, "H100:8x8",
          GROK_1_EIGHTH | NEMO_GROK | ALL_FLOAT8),
@@ -535,17 +534,17 @@ BLIND_ROWS = [
             QWEN_235B | at(8192, 4096, pp=8, dp=4, ep=8) | microbatches(256, "zero1") | remat("elementwise")
             | ALL_FLOAT8 | {"model.matmul_scales": "mxfp8", "pipeline.schedule": "one_f_one_b"}),
     per_gpu("NeMo, Nemotron-4-15B on 64 B200 in FP8", 14_760, NEMO_2502, "B200:8x8",
-            NEMOTRON_15B | at(256, 4096, dp=64) | microbatches(2, "zero1") | NEMO),
+            NEMOTRON_15B | at(256, 4096, dp=64) | microbatches(2, "zero1") | NEMO_FLOAT8),
     per_gpu("NeMo, Nemotron-4-340B on 128 B200 in FP8", 602, NEMO_2502, "B200:16x8",
-            NEMOTRON_340B | at(32, 4096, pp=4, dp=4, tp=8) | interleaved(12) | microbatches(8, "zero1") | NEMO),
+            NEMOTRON_340B | at(32, 4096, pp=4, dp=4, tp=8) | interleaved(12) | microbatches(8, "zero1") | NEMO_FLOAT8),
     per_gpu("NeMo, Llama-3-70B on 64 B200 in FP8", 3062, NEMO_2502, "B200:8x8",
-            LLAMA_70B | at(128, 8192, pp=4, dp=4, cp=2, tp=2) | interleaved(5) | microbatches(32, "zero1") | NEMO
+            LLAMA_70B | at(128, 8192, pp=4, dp=4, cp=2, tp=2) | interleaved(5) | microbatches(32, "zero1") | NEMO_FLOAT8
             | {"layout.context": "ulysses"}),
     per_gpu("NeMo, Mixtral-8x7B on 64 B200 in FP8", 15_457, NEMO_2502, "B200:8x8",
-            MIXTRAL | at(256, 4096, dp=8, ep=8) | microbatches(2, "zero1") | NEMO),
+            MIXTRAL | at(256, 4096, dp=8, ep=8) | microbatches(2, "zero1") | NEMO_FLOAT8),
     gpus("NeMo, Llama-3.1-70B on 256 H200 in FP8", 20.021, H200_70B, "H200:32x8",
          LLAMA_70B | {"model.vocab": 50_304} | at(1024, 8192, pp=4, dp=32, tp=2) | interleaved(20)
-         | microbatches(32, "zero1") | NEMO),
+         | microbatches(32, "zero1") | NEMO_FLOAT8),
     gpus("NeMo, Mixtral-8x7B on 256 H200", 2.740, H200_MIXTRAL, "H200:32x8",
          MIXTRAL | {"model.vocab": 50_304} | at(1024, 4096, dp=32, ep=8) | microbatches(2, "zero1")
          | remat("elementwise")),
