@@ -1,15 +1,15 @@
 """Published steps on TPUs and GPUs, and the times of the same layouts as this project plans or compiles them.
 
-    python benchmarks/published.py --analytic [--rows 0 3]
+    python benchmarks/published.py --analytic [--half blind] [--rows 0 3]
     python benchmarks/published.py [--rows 23]
 
-With --analytic a step is planned from its trace; nothing is compiled. *Half* is the one
-to which constants of prices were fitted, or the one held out, by which plans are judged; *unseen* are rows that were
-added later, when prices were what they are. The last lines have the error of each. Without it steps are compiled on a
-machine without chips, with kernels at their peak, which needs XLA's compilers: pip install -e '.[tpu]' or
-'.[gpu-compiler]'. The last column is the share of the published time. A published rate of tokens or FLOP/s is taken as
-the time of a step. A row has the model, batch, mesh and recompute of the published step, where these have words here;
-the program is this project's.
+With --analytic a step is planned from its trace; nothing is compiled. *Half* is the one to which constants of prices
+were fitted, or the one held out, by which plans are judged; *unseen* are rows that were added later, when prices were
+what they are, and *blind* those that are not yet planned: they are left out unless asked for. The last lines have the
+error of each. Without it steps are compiled on a machine without chips, with kernels at their peak, which needs XLA's
+compilers: pip install -e '.[tpu]' or '.[gpu-compiler]'. The last column is the share of the published time. A published
+rate of tokens or FLOP/s is taken as the time of a step. A row has the model, batch, mesh and recompute of the published
+step, where these have words here; the program is this project's.
 """
 
 import math
@@ -371,7 +371,213 @@ UNSEEN_ROWS = [
     mpt(7, "A100:8", 25_655, 128, 2, 8192),
     mpt(7, "A100:8", 13_382, 32, 2, 32_768),
 ]  # fmt: skip
-ROWS = [*TPU_ROWS, *GPU_ROWS, *OTHER_ROWS, *UNSEEN_ROWS]
+# Rows that were entered before any of them was planned, in a commit of their own. Nothing is fitted to them.
+NEMO_2407 = "https://github.com/NVIDIA/NeMo/blob/v2.1.0/docs/source/performance/performance_summary.md"
+NEMO_2502 = "https://docs.nvidia.com/nemo-framework/user-guide/latest/performance/performance_summary.html"
+MAXTEXT_2501, PAX_5B, PAX_175B, GROK, FINETUNE_8B, FINETUNE_70B = (
+    f"{DGX_CLOUD}/{page}.md"
+    for page in ("v25.01/maxtext/README_70b", "v25.01/paxml/README_5b", "v25.01/paxml/README_175b",
+                 "v25.02/grok1/README_314b", "v25.04/ft_llama3/README_8b", "v25.04/ft_llama3/README_70b")
+)  # fmt: skip
+AUTOMODEL = "https://github.com/NVIDIA-NeMo/Automodel/blob"
+FORGE_CONFIGS, FORGE_MIXTURE = (
+    KEMPNER.replace("mfu_scaling/mfu_scaling", page)
+    for page in ("config_validation/config_validation", "moe_packed/moe_packed_benchmark")
+)
+H200_70B, H200_MIXTRAL = (
+    f"{GPU_RECIPES}/a3ultra/{model}/nemo-gke/nemo2407/recipe/README.md" for model in ("llama3_70b", "mixtral_8x7b")
+)
+
+
+def sized(model: Mapping[str, Any], layers: int, d_model: int, heads: int) -> dict[str, Any]:
+    """The same model of another size, with four times d_model in the MLP and as many heads of keys as of queries."""
+    vocab = model["model.vocab"]
+    return {**model, **llama(layers, d_model, 4 * d_model, heads, heads, vocab)}
+
+
+def mixture(layers: int, d_model: int, heads: int, kv_heads: int, vocab: int, *experts: int) -> dict[str, Any]:
+    """The changes to a mixture in all layers: of the number of `experts`, of those of a token, and of their width."""
+    count, of_token, width = experts
+    sizes = dict(layers_of=f"moe*{layers}", experts=count, experts_per_token=of_token, d_expert=width)
+    return llama(layers, d_model, width, heads, kv_heads, vocab) | {f"model.{key}": of for key, of in sizes.items()}
+
+
+def per_gpu(
+    title: str, tokens: float, source: str, topology: str, changes: Mapping[str, Any], config: str = "gpu_80gb_x8"
+) -> Published:
+    """A step of which the tokens a second of one GPU are published."""
+    ranks = math.prod(map(int, topology.split(":")[1].split("x")))
+    secs = changes["data.global_batch"] * changes["data.seq"] / ranks / tokens
+    return Published(title, secs, source, config, topology, changes)
+
+
+def lora(rank: int, modules: str = "attention mlp") -> dict[str, Any]:
+    return {"model.lora_rank": rank, "model.lora_on": modules, "model.lora_base": "bfloat16"}
+
+
+GPT_5B, GPT_20B = sized(GPT3, 24, 4096, 32), sized(GPT3, 44, 6144, 48)
+NEMOTRON_8B, NEMOTRON_22B = sized(NEMOTRON_15B, 32, 4096, 32), sized(NEMOTRON_15B, 40, 6144, 48)
+HALF_ROPE = {"model.rope_fraction": 0.5}
+LLAMA2_13B, LLAMA_29B = llama(40, 5120, 13_824, 40, 40, 32_000), llama(56, 6144, 21_504, 48, 8, 128_256)
+QWEN_0_5B = llama(24, 896, 4864, 14, 2, 151_936) | {"model.qkv_bias": True, "model.tied": True, "model.d_head": 64}
+QWEN_30B = mixture(48, 2048, 32, 4, 151_936, 128, 8, 768) | {"model.qk_norm": True}
+MIXTRAL = mixture(32, 4096, 32, 8, 32_000, 8, 2, 14_336)
+GROK_1, GROK_1_EIGHTH = (mixture(layers, 6144, 48, 8, 128_256, 8, 2, 32_768) for layers in (64, 8))
+GPT_OSS_120B = {"model.layers": 36, "model.layers_of": "(local moe)*18", "model.experts": 128}
+OSS_ON_V7X = GPT_OSS_120B | remat("layer", "host") | microbatches(1) | {"model.kernel": "splash"}
+MAXTEXT_LLAMA2 = LLAMA2_70B | at(128, 4096, dp=64) | microbatches(1) | remat("elementwise core ffn") | CHUNKS
+PAX = microbatches(1) | MINIMAL
+NEMO_FLOAT8 = remat("elementwise") | ALL_FLOAT8
+NEMO_GROK = at(1024, 8192, dp=1, cp=2, ep=8, tp=4) | microbatches(128, "zero1") | {"layout.context": "ulysses"}
+NEMO_GROK |= remat("elementwise")
+AUTO = BFLOAT16 | FULL
+TUNED = at(32, 4096, dp=1) | microbatches(16) | remat("elementwise") | lora(16)
+BLIND_ROWS = [
+    trillium("Llama-3.1-8B", "4x8", 3.495, "Llama3.1-8B-MaxText/v6e-32", LLAMA_8B | at(96, 8192, dp=32) | OFFLOADED),
+    trillium("Llama-3.1-8B", "8x8", 5.652, "Llama3.1-8B-MaxText/v6e-64", LLAMA_8B | at(320, 8192, dp=64) | OFFLOADED),
+    Published("MaxText, GPT-3-175B on 256 v6e in int8", 14.245, f"{RECIPES}/trillium/GPT3-175B-MaxText/fp8/README.md",
+              "llama2_7b_64", "v6e:16x16",
+              GPT3 | at(768, 2048, dp=256) | FULL
+              | {"model.matmul": "int8", "model.matmul_weight_gradients": "8bit"}),
+    *(
+        Published(f"MaxText, {title}", secs_at(tflops, changes, chips), source, "llama2_7b_64", topology, changes)
+        for title, tflops, changes, chips, topology, source in (
+            ("64B on two slices of 256 v5e", 112, scaled(64, 1024, dp=256, replica=2) | FULL, 512, "2xv5e:16x16", V5E),
+            ("16B on 32 slices of 256 v5e", 108, scaled(16, 49_152, dp=256, replica=32) | FULL, 8192, "32xv5e:16x16",
+             V5E),
+            ("128B on two slices of 256 v5p, tp 8", 274, scaled(128, 512, dp=32, tp=8, replica=2) | MINIMAL, 512,
+             "2xv5p:4x8x8", V5P),
+        )
+    ),
+    Published("MaxText, Gemma-3-12B on two slices of 256 v6e, 32,768 tokens", 7.793,
+              f"{RECIPES}/trillium/Gemma3-12B-MaxText/2x-v6e-256/README.md", "gemma3_12b", "2xv6e:16x16",
+              at(512, 32_768, dp=256, replica=2) | microbatches(1) | FULL | CHUNKS | {"model.kernel": "splash"}),
+    Published("MaxText, DeepSeek-V3 on 512 v5p, 8,192 tokens", 90.668,
+              f"{RECIPES}/v5p/DeepSeek3-671B-MaxText/README.md", "llama2_7b_64", "v5p:8x8x8",
+              DEEPSEEK_V3 | at(3072, 8192, dp=512) | {"optimizer.m_dtype": "float32"}
+              | remat("elementwise latent qkv core experts ffn", "input out")),
+    ironwood("DeepSeek-V3 on 256 v7x", 26.79, "4x8x8", DEEPSEEK_V3 | at(4096, 4096)),
+    ironwood("DeepSeek-V3 on 256 v7x in FP8", 22.08, "4x8x8", DEEPSEEK_V3 | at(4096, 4096) | ALL_FLOAT8),
+    Published("MaxText, gpt-oss-120b on 64 v7x", 17.10, IRONWOOD, "gpt_oss_20b", "v7x:4x4x4",
+              OSS_ON_V7X | at(1280, 8192, dp=64, replica=2, ep=1)),
+    Published("MaxText, gpt-oss-120b on 256 v7x", 17.12, IRONWOOD, "gpt_oss_20b", "v7x:4x8x8",
+              OSS_ON_V7X | at(5120, 8192, dp=64, replica=8, ep=1)),
+    ironwood("Llama-3.1-70B on 256 v7x", 12.27, "4x8x8", LLAMA_70B | at(1024, 8192) | remat("elementwise out ffn")),
+    ironwood("Llama-3.1-70B on 256 v7x in FP8", 7.95, "4x8x8",
+             LLAMA_70B | at(1024, 8192) | remat("elementwise out ffn") | ALL_FLOAT8),
+    gpus("MaxText, Llama-2-70B on 64 H100", 6.999, MAXTEXT_2501, "H100:8x8", MAXTEXT_LLAMA2),
+    gpus("MaxText, Llama-2-70B on 64 H100 in FP8", 4.324, MAXTEXT_2501, "H100:8x8", MAXTEXT_LLAMA2 | ALL_FLOAT8),
+    gpus("Paxml, GPT-3-5B on 16 H100", 0.634, PAX_5B, "H100:2x8", GPT_5B | at(64, 2048, dp=8, replica=2) | PAX),
+    gpus("Paxml, GPT-3-5B on 16 H100 in FP8", 0.47, PAX_5B, "H100:2x8",
+         GPT_5B | at(64, 2048, dp=8, replica=2) | PAX | ALL_FLOAT8),
+    gpus("Paxml, GPT-3-175B on 128 H100 in FP8", 7.47, PAX_175B, "H100:16x8",
+         GPT3 | at(256, 2048, dp=128) | microbatches(1) | remat("elementwise core ffn") | ALL_FLOAT8),
+    per_gpu("NeMo, GPT-3-20B on 64 H100 in FP8", 5851, NEMO_2407, "H100:8x8",
+            GPT_20B | at(256, 2048, dp=32, tp=2) | microbatches(4, "zero1") | NEMO_FLOAT8),
+    per_gpu("NeMo, Llama-2-7B on 8 H100 in FP8", 16_934, NEMO_2407, "H100:8",
+            LLAMA_7B | at(128, 4096, dp=8) | microbatches(16, "zero1") | NEMO_FLOAT8),
+    per_gpu("NeMo, Llama-2-13B on 16 H100 in FP8", 8715, NEMO_2407, "H100:2x8",
+            LLAMA2_13B | at(128, 4096, pp=4, dp=4) | interleaved(10) | microbatches(32, "zero1") | NEMO_FLOAT8),
+    per_gpu("NeMo, Llama-2-70B on 64 H100 in FP8", 1728, NEMO_2407, "H100:8x8",
+            LLAMA2_70B | at(128, 4096, pp=4, dp=4, tp=4) | interleaved(20) | microbatches(32, "zero1") | NEMO_FLOAT8),
+    per_gpu("NeMo, Nemotron-3-8B on 64 H100 in FP8", 12_507, NEMO_2407, "H100:8x8",
+            NEMOTRON_8B | HALF_ROPE | at(256, 4096, dp=32, tp=2) | microbatches(2, "zero1") | NEMO_FLOAT8),
+    per_gpu("NeMo, Nemotron-3-22B on 64 H100 in FP8", 4312, NEMO_2407, "H100:8x8",
+            NEMOTRON_22B | HALF_ROPE | at(256, 4096, pp=4, dp=8, tp=2) | interleaved(10)
+            | microbatches(16, "zero1") | NEMO_FLOAT8),
+    gpus("NeMo, 8 layers of Llama-3.1-405B on 32 H100", 5.4, NEMO, "H100:4x8",
+         LLAMA_405B | {"model.layers": 8, "layout.context": "ulysses"} | at(64, 8192, dp=2, cp=2, tp=8)
+         | microbatches(32, "zero1") | remat("elementwise")),
+    gpus("NeMo, 8 layers of Llama-3.1-405B on 32 H100 in FP8", 3.53, NEMO,
+         "H100:4x8",
+         LLAMA_405B | {"model.layers": 8, "layout.context": "ulysses"} | at(64, 8192, dp=2, cp=2, tp=8)
+         | microbatches(32, "zero1") | NEMO_FLOAT8),
+    gpus("NeMo, 8 layers of Grok-1 on 64 H100", 21.42, GROK, "H100:8x8", GROK_1_EIGHTH | NEMO_GROK),
+    gpus("NeMo, 8 layers of Grok-1 on 64 H100 in FP8", 17.53, GROK, "H100:8x8",
+         GROK_1_EIGHTH | NEMO_GROK | ALL_FLOAT8),
+    gpus("NeMo, Grok-1 on 512 H100", 21.01, GROK, "H100:64x8", GROK_1 | NEMO_GROK | {"mesh.pp": 8} | interleaved(8)),
+    gpus("NeMo, fine-tuning of Llama-3-8B on 8 H100", 1.32, FINETUNE_8B, "H100:8",
+         LLAMA_8B | at(32, 4096, dp=8) | microbatches(4, "zero1") | remat("elementwise"), packed=True),
+    gpus("NeMo, LoRA of Llama-3-8B on 8 H100", 0.92, FINETUNE_8B, "H100:8",
+         LLAMA_8B | at(32, 4096, dp=8) | microbatches(4, "zero1") | remat("elementwise") | lora(8, "attention/[qkv]"),
+         packed=True),
+    gpus("NeMo, fine-tuning of Llama-3-70B on 32 H100", 3.36, FINETUNE_70B, "H100:4x8",
+         LLAMA_70B | at(32, 4096, pp=4, dp=2, tp=4) | interleaved(5) | microbatches(16, "zero1")
+         | remat("elementwise"), packed=True),
+    gpus("NeMo, LoRA of Llama-3-70B on 8 H100", 9.118, FINETUNE_70B, "H100:8",
+         LLAMA_70B | at(32, 4096, pp=4, dp=1, tp=2) | interleaved(20) | microbatches(32, "zero1")
+         | remat("elementwise") | lora(16, "attention/[qkv]"), packed=True),
+    gpus("AutoModel, Llama-3.1-70B on 64 H100, cp 2", 18.90, f"{AUTOMODEL}/2013a4d/docs/performance-summary.md",
+         "H100:8x8", LLAMA_70B | at(128, 8192, dp=32, cp=2) | microbatches(4) | FULL | BFLOAT16_WEIGHTS),
+    gpus("AutoModel, Qwen3-30B-A3B on 8 H100", 21.773, f"{AUTOMODEL}/8d9bfb9/docs/performance-summary.md", "H100:8",
+         QWEN_30B | at(512, 4096, dp=1, ep=8) | microbatches(16) | AUTO),
+    Published("AutoModel, gpt-oss-20b on 8 H100", 10.04, f"{AUTOMODEL}/89e3a9f/docs/performance-summary.md",
+              "gpt_oss_20b", "H100:8", at(256, 4096, dp=1, ep=8) | microbatches(16) | AUTO),
+    gpus("AutoModel, DeepSeek-V3 on 256 H100", 8.18, f"{AUTOMODEL}/89e3a9f/docs/performance-summary.md", "H100:32x8",
+         DEEPSEEK_V3 | at(512, 4096, pp=4, dp=1, ep=64) | interleaved(8) | microbatches(8) | AUTO),
+    gpus("AutoModel, LoRA of Llama-3.1-8B on one H100", 10.51, f"{AUTOMODEL}/507bfb7/docs/performance-summary.md",
+         "H100:1", LLAMA_8B | TUNED | {"model.lora_dropout": 0.1}),
+    gpus("AutoModel, LoRA of Qwen2.5-7B on one H100", 9.29, f"{AUTOMODEL}/507bfb7/docs/performance-summary.md",
+         "H100:1", QWEN_7B | TUNED),
+    per_gpu("Megatron-Bridge, Qwen3-30B-A3B on 16 H100 in FP8", 8960, BRIDGE, "H100:2x8",
+            QWEN_30B | at(1024, 4096, dp=1, ep=16) | microbatches(64, "zero1") | BRIDGE_FLOAT8 | remat("elementwise")),
+    per_gpu("Megatron-Bridge, gpt-oss-120b on 64 H100", 5824, BRIDGE, "H100:8x8",
+            GPT_OSS_120B | at(1280, 4096, pp=4, dp=2, ep=8) | microbatches(80, "zero1") | remat("elementwise")
+            | {"pipeline.schedule": "one_f_one_b"}, "gpt_oss_20b"),
+    per_gpu("Megatron-Bridge, gpt-oss-120b on 64 B200", 13_568, BRIDGE, "B200:8x8",
+            GPT_OSS_120B | at(1280, 4096, dp=8, ep=8) | microbatches(5, "zero1") | remat("elementwise"),
+            "gpt_oss_20b"),
+    per_gpu("Megatron-Bridge, Qwen3-30B-A3B on 8 B200 in MXFP8", 27_136, BRIDGE, "B200:8",
+            QWEN_30B | at(512, 4096, dp=1, ep=8) | microbatches(16, "zero1") | remat("elementwise") | ALL_FLOAT8
+            | {"model.matmul_scales": "mxfp8"}),
+    per_gpu("Megatron-Bridge, Qwen3-235B-A22B on 256 B200 in MXFP8", 3776, BRIDGE, "B200:32x8",
+            QWEN_235B | at(8192, 4096, pp=8, dp=4, ep=8) | microbatches(256, "zero1") | remat("elementwise")
+            | ALL_FLOAT8 | {"model.matmul_scales": "mxfp8", "pipeline.schedule": "one_f_one_b"}),
+    per_gpu("NeMo, Nemotron-4-15B on 64 B200 in FP8", 14_760, NEMO_2502, "B200:8x8",
+            NEMOTRON_15B | at(256, 4096, dp=64) | microbatches(2, "zero1") | NEMO_FLOAT8),
+    per_gpu("NeMo, Nemotron-4-340B on 128 B200 in FP8", 602, NEMO_2502, "B200:16x8",
+            NEMOTRON_340B | at(32, 4096, pp=4, dp=4, tp=8) | interleaved(12) | microbatches(8, "zero1") | NEMO_FLOAT8),
+    per_gpu("NeMo, Llama-3-70B on 64 B200 in FP8", 3062, NEMO_2502, "B200:8x8",
+            LLAMA_70B | at(128, 8192, pp=4, dp=4, cp=2, tp=2) | interleaved(5) | microbatches(32, "zero1") | NEMO_FLOAT8
+            | {"layout.context": "ulysses"}),
+    per_gpu("NeMo, Mixtral-8x7B on 64 B200 in FP8", 15_457, NEMO_2502, "B200:8x8",
+            MIXTRAL | at(256, 4096, dp=8, ep=8) | microbatches(2, "zero1") | NEMO_FLOAT8),
+    gpus("NeMo, Llama-3.1-70B on 256 H200 in FP8", 20.021, H200_70B, "H200:32x8",
+         LLAMA_70B | {"model.vocab": 50_304} | at(1024, 8192, pp=4, dp=32, tp=2) | interleaved(20)
+         | microbatches(32, "zero1") | NEMO_FLOAT8),
+    gpus("NeMo, Mixtral-8x7B on 256 H200", 2.740, H200_MIXTRAL, "H200:32x8",
+         MIXTRAL | {"model.vocab": 50_304} | at(1024, 4096, dp=32, ep=8) | microbatches(2, "zero1")
+         | remat("elementwise")),
+    gpus("KempnerForge, Llama-3-8B on 32 H200", 7.05, FORGE_CONFIGS, "H200:8x4",
+         LLAMA_8B | at(512, 4096, dp=32) | microbatches(4) | FULL),
+    gpus("KempnerForge, Llama-3-13B on 8 H200", 14.81, KEMPNER, "H200:2x4",
+         LLAMA_13B | at(128, 4096, dp=8) | microbatches(4) | FULL),
+    gpus("KempnerForge, Llama-3-13B on 8 H200, tp 4", 4.79, KEMPNER, "H200:2x4",
+         LLAMA_13B | at(32, 4096, dp=2, tp=4) | microbatches(4) | FULL),
+    gpus("KempnerForge, Llama-3-70B on 32 H200, tp 4", 14.76, FORGE_CONFIGS, "H200:8x4",
+         LLAMA_70B | at(64, 4096, dp=8, tp=4) | microbatches(4) | FULL),
+    gpus("KempnerForge, Llama-3-13B on 32 H200, pp 2, tp 4", 4.99, FORGE_CONFIGS, "H200:8x4",
+         LLAMA_13B | at(64, 4096, pp=2, dp=4, tp=4) | microbatches(4) | FULL | {"pipeline.schedule": "one_f_one_b"}),
+    gpus("KempnerForge, Llama-3-29B on 32 H200, pp 2, tp 4", 5.78, FORGE_CONFIGS, "H200:8x4",
+         LLAMA_29B | at(32, 4096, pp=2, dp=4, tp=4) | microbatches(8) | FULL | {"pipeline.schedule": "one_f_one_b"}),
+    gpus("KempnerForge, Llama-3-70B on 32 H200, pp 4, tp 4", 4.29, FORGE_CONFIGS, "H200:8x4",
+         LLAMA_70B | at(8, 4096, pp=4, dp=2, tp=4) | microbatches(4) | FULL | {"pipeline.schedule": "one_f_one_b"}),
+    gpus("KempnerForge, mixture of 8 experts on 8 H200", 2.57, FORGE_MIXTURE, "H200:2x4",
+         mixture(24, 2048, 16, 4, 128_256, 8, 2, 7168) | at(32, 4096, dp=8) | microbatches(1) | FULL),
+    gpus("llm.q, Qwen2.5-0.5B on one H100", 3.508, f"{LLMQ}/H100x1.md", "H100:1",
+         ON_LLMQ | QWEN_0_5B | microbatches(16) | remat("elementwise")),
+    gpus("llm.q, Qwen2.5-3B on one H100 in FP8", 12.954, f"{LLMQ}/H100x1.md", "H100:1",
+         ON_LLMQ | QWEN_3B | microbatches(32) | remat("elementwise") | ALL_FLOAT8),
+    gpus("llm.q, Qwen2.5-1.5B on one RTX 4090", 37.281, f"{LLMQ}/4090x1.md", "RTX4090:1",
+         ON_LLMQ | QWEN_1_5B | microbatches(128) | remat("elementwise") | {"loss.chunk_tokens": 1024}),
+    gpus("llm.q, Qwen2.5-1.5B on one RTX 4090 in FP8", 25.792, f"{LLMQ}/4090x1.md", "RTX4090:1",
+         ON_LLMQ | QWEN_1_5B | microbatches(128) | remat("elementwise") | {"loss.chunk_tokens": 1024} | ALL_FLOAT8),
+    gpus("llm.q, Qwen2.5-0.5B on 4 RTX 4090", 3.384, f"{LLMQ}/4090x4.md", "RTX4090:4",
+         ON_LLMQ | QWEN_0_5B | microbatches(8) | remat("elementwise") | {"loss.chunk_tokens": 8192}),
+    gpus("llm.q, Qwen2.5-1.5B on 4 RTX 4090 in FP8", 7.287, f"{LLMQ}/4090x4.md", "RTX4090:4",
+         ON_LLMQ | QWEN_1_5B | microbatches(16) | remat("elementwise") | CHUNKS | ALL_FLOAT8),
+]  # fmt: skip
+ROWS = [*TPU_ROWS, *GPU_ROWS, *OTHER_ROWS, *UNSEEN_ROWS, *BLIND_ROWS]
 # Half of each chip's rows, drawn once, before any was planned: draw() with this seed. Constants of prices
 # (parallax/hardware/chips.py) are fitted to the other half alone.
 SEED = 2026
@@ -416,7 +622,8 @@ SMALLEST = [Published("tiny_gqa", 1.0, "nowhere", "tiny_gqa", "H100:1x8", SMALL)
 
 def main() -> None:
     parser = Arguments(description=__doc__)
-    parser.add_argument("--rows", nargs="*", type=int, help="numbers of rows; all without it")
+    parser.add_argument("--rows", nargs="*", type=int, help="numbers of rows; all of --half without it")
+    parser.add_argument("--half", choices=HALVES, help=f"rows of this half; without it of all but {BLIND}")
     parser.add_argument("--analytic", action="store_true", help="plan the steps, and compile nothing")
     args = parser.parse_args()
     rows = SMALLEST if args.smoke else ROWS
@@ -426,7 +633,7 @@ def main() -> None:
     shares: dict[str, list[float]] = defaultdict(list)
     print(f"| step | half | published | {made} | {made} / published |")
     print("|---|---|---|---|---|")
-    for at in range(len(rows)) if args.rows is None else args.rows:
+    for at in numbers_of(rows, args.half) if args.rows is None else args.rows:
         started, row = time.perf_counter(), rows[at]
         secs = secs_of(row)
         shares[half_of(row)].append(secs / row.secs)
@@ -438,13 +645,20 @@ def main() -> None:
             print(errors_line(half, shares[half]))
 
 
+BLIND = "blind"
 # In the order in which their errors are printed.
-HALVES = ("another chip", "fitted", "unseen", "held out")
+HALVES = ("another chip", "fitted", "unseen", BLIND, "held out")
+
+
+def numbers_of(rows: Sequence[Published], half: str | None) -> list[int]:
+    """Numbers of the rows of a half, or of all that may be planned."""
+    halves = [half_of(row) for row in rows]
+    return [at for at, row_half in enumerate(halves) if (row_half == half if half else row_half != BLIND)]
 
 
 def half_of(row: Published) -> str:
     """Which half a row belongs to, or what it is if it belongs to none."""
-    for name, rows in (("another chip", OTHER_ROWS), ("unseen", UNSEEN_ROWS)):
+    for name, rows in (("another chip", OTHER_ROWS), ("unseen", UNSEEN_ROWS), (BLIND, BLIND_ROWS)):
         if row in rows:
             return name
     return "held out" if row.title in HELD_OUT else "fitted"

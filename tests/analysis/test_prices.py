@@ -1,11 +1,12 @@
 """What a plan takes an operation to cost: figures that have sources, and laws that any price obeys."""
 
+import math
 import pathlib
 from collections import Counter
 
 import pytest
 
-from parallax.analysis.planned.layouts import with_keys
+from parallax.analysis.planned.layouts import model_on_topology, with_keys
 from parallax.analysis.planned.plan import estimate_parts
 from parallax.analysis.planned.step_time import PUBLISHED_OVER_PLANNED, Estimate, OpCost, op_secs
 from parallax.analysis.planned.topology import read_topology
@@ -70,17 +71,43 @@ def test_attention_reaches_more_on_long_rows_and_less_on_packed_ones():
         assert rate(seq, "backward", kernel="triton") * 5 / 7 == pytest.approx(backward, rel=0.1)
 
 
-def test_the_split_of_the_published_steps_is_the_one_that_was_drawn(monkeypatch):
+@pytest.fixture
+def published(monkeypatch):
+    """benchmarks/published.py."""
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    from published import GPU_ROWS, HELD_OUT, ROWS, SEED, TPU_ROWS, draw
+    import published
 
-    rows = [*TPU_ROWS, *GPU_ROWS]
-    titles = [row.title for row in ROWS]
-    assert len({*titles}) == len(titles) and len(TPU_ROWS) >= 12 and len(GPU_ROWS) >= 12
-    assert draw(rows, SEED) == HELD_OUT
+    return published
+
+
+def test_the_split_of_the_published_steps_is_the_one_that_was_drawn(published):
+    rows, held_out = [*published.TPU_ROWS, *published.GPU_ROWS], published.HELD_OUT
+    titles = [row.title for row in published.ROWS]
+    assert len({*titles}) == len(titles) and len(published.TPU_ROWS) >= 12 and len(published.GPU_ROWS) >= 12
+    assert published.draw(rows, published.SEED) == held_out
     for held in (True, False):
-        count = Counter(row.topology.split(":")[0] for row in rows if (row.title in HELD_OUT) == held)
+        count = Counter(row.topology.split(":")[0] for row in rows if (row.title in held_out) == held)
         assert count.keys() == {"v5e", "v5p", "v6e", "v7x", "H100", "H200", "B200"}
+
+
+def test_rows_that_are_not_yet_planned_are_planned_only_when_asked_for(published):
+    numbers = {*published.numbers_of(published.ROWS, None)}
+    blind = {*published.numbers_of(published.ROWS, published.BLIND)}
+    assert numbers | blind == {*range(len(published.ROWS))} and not numbers & blind
+    assert [published.ROWS[at] for at in sorted(blind)] == published.BLIND_ROWS and len(blind) >= 24
+
+
+def test_rows_that_are_not_yet_planned_have_valid_settings(published):
+    for row in published.BLIND_ROWS:
+        settings, topology = published.settings_of(row)
+        assert math.prod(settings.mesh.sizes.values()) == topology.devices, row.title
+        assert settings.data.global_batch % settings.pipeline.microbatches == 0, row.title
+
+
+@pytest.mark.slow  # 25 s
+def test_rows_that_are_not_yet_planned_are_legal_on_their_topologies(published):
+    for row in published.BLIND_ROWS:
+        model_on_topology(*published.settings_of(row))
 
 
 def test_a_plan_gives_the_range_of_published_steps_beside_theirs():
