@@ -177,31 +177,43 @@ def title(row: Row) -> str:
     return ", ".join(changes + ["no options"] * (not row.options) + told) or "nothing"
 
 
-def figures(args: argparse.Namespace, devices: Any, row: Row) -> list[str]:
+class CompiledRow(NamedTuple):
+    """A step as compiled, and a device's share of the model's FLOPs."""
+
+    read: Any
+    flops: float
+
+
+def compiled_row(config: str, devices: Any, row: Row) -> CompiledRow:
     import dataclasses
     import math
 
     import parallax as px
     from parallax.analysis.compiled.program import read_step
-    from parallax.analysis.planned.step_time import overlaps, step_time
     from parallax.analysis.traced.flops import flops_per_token
-    from parallax.hardware.chips import chip
     from parallax.sharding import compiler
     from parallax.step.step import step_of
 
-    config = config_of(args.config)
-    config.update_from_flattened_dict(row.changes)
-    times = max(1, len(devices) // math.prod(px.read_settings(config.to_dict()).mesh.sizes.values()))
-    config.mesh.dp, config.data.global_batch = times * config.mesh.dp, times * config.data.global_batch
-    settings = px.read_settings(config.to_dict())
+    changed = config_of(config)
+    changed.update_from_flattened_dict(row.changes)
+    times = max(1, len(devices) // math.prod(px.read_settings(changed.to_dict()).mesh.sizes.values()))
+    changed.mesh.dp, changed.data.global_batch = times * changed.mesh.dp, times * changed.data.global_batch
+    settings = px.read_settings(changed.to_dict())
     mesh = px.make_mesh(dataclasses.replace(settings.mesh, simulate=0), devices)
     shape = settings.data.global_batch, settings.data.seq
     with contextlib.nullcontext() if row.options else patch.dict(compiler.OPTIONS, clear=True):
         step = step_of(settings, mesh)
         program = step.lower(*shape).compile(compiler_options=dict(row.told))
     model = step.model
-    read = read_step(program, model, seq=shape[1])
     flops = flops_per_token(settings.model, model.plan.declared, seq=shape[1]) * math.prod(shape) / mesh.size
+    return CompiledRow(read_step(program, model, seq=shape[1]), flops)
+
+
+def figures(args: argparse.Namespace, devices: Any, row: Row) -> list[str]:
+    from parallax.analysis.planned.step_time import overlaps, step_time
+    from parallax.hardware.chips import chip
+
+    read, flops = compiled_row(args.config, devices, row)
     found = step_time(read, chip(args.topology), flops, kernel_efficiency=args.kernels)
     sent = overlaps(read, chip(args.topology))
     without = found.mfu * found.total_secs / (found.total_secs - found.pallas_secs)

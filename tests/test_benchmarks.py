@@ -19,8 +19,9 @@ from parallax.pipeline import ShardedModel
 
 ROOT = pathlib.Path(__file__).parents[1]
 FOLDER = ROOT / "benchmarks"
-# What they share, the models that bare.py and gspmd.py compare with, which these run, and layers of overlap.py.
-MODULES = {"arguments.py", "bare_model.py", "gspmd_model.py", "joined.py"}
+# What they share, the models that bare.py and gspmd.py compare with, which these run, layers of overlap.py, and the
+# picture of timeline.py.
+MODULES = {"arguments.py", "bare_model.py", "gspmd_model.py", "joined.py", "timeline_picture.py"}
 NAMES = sorted({path.name for path in FOLDER.glob("*.py")} - MODULES)  # so that none is forgotten
 PAIRS = r"( [\d.,]+ / [\d.,]+ \| [+−]\d+\.\d % \|){3}"  # predicted, compiled and the error
 # What is run of each, --smoke apart, and a line of figures that it must print.
@@ -69,6 +70,7 @@ RUNS = {
     "schedules.py flops": r"one_f_one_b +1\.0000 +1\.0000",
     "schedules.py compile": r"one_f_one_b +\d+\.\d +\d+\.\d\d",
     "soak.py": r'\{"kills": 2, "bitwise on one mesh": true, .*"damaged": \{"still": 0, "moving": 0\}\}',
+    "timeline.py": r"  forward, one of \d+ turns: \d+\.\d ms, of which waits \d+\.\d",
     "step.py": r"1,1,1 +\d+\.\d%.* GiB",
     "tpu_kernels.py": r"\| this project's \| 256 \| 256 \| 9 \| \d\.\d\d \|",
     "tpu_compile.py": r"gpipe +\d+\.\d\d.*",
@@ -80,6 +82,7 @@ NEED_LIBTPU = (
     "overlap.py",
     "predictions.py --tpu",
     "recipes.py --topology v5p:2x2x1",
+    "timeline.py",
     "tpu_compile.py",
     "tpu_kernels.py",
     "updates.py",
@@ -278,6 +281,7 @@ def test_an_unknown_flag_is_one_line(name, monkeypatch, capsys):
         ("schedules.py", "the following arguments are required: command"),
         ("soak.py often", "argument kills: 'often' must be a whole number of 1 or more"),
         ("step.py --config=tiny", "argument --config: invalid choice: 'tiny'"),
+        ("timeline.py --rows 0 99", "--rows 99: llama_1b_16 has rows 0 to "),
         ("tpu_compile.py --topology v5e:3x3x3", "--topology=v5e:3x3x3 has 3 sizes, but slices of TPU v5e have 2"),
     ],
 )

@@ -26,7 +26,7 @@ import functools
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -473,6 +473,20 @@ def step_time(
     return StepTime(critical["compute"], exposed, kernels, total, bubble, used, grouped, kernel_efficiency)
 
 
+class TimedEvent(NamedTuple):
+    """An event of a timeline between `start` and `end`, in seconds from the timeline's first event.
+
+    `spent` are the seconds that it takes from the device by purpose, as in `Clock.run`: for an `End` its wait by axes,
+    for a loop or a branch those of its body, for the start of a collective none. A collective's span is the time in
+    which its links are busy with it.
+    """
+
+    event: Any
+    start: float
+    end: float
+    spent: Mapping[str, float]
+
+
 class Clock:
     """Simulates a timeline and adds up its time by purpose."""
 
@@ -482,22 +496,33 @@ class Clock:
         self._routes: dict[tuple, Route] = {}
 
     def run(self, events: list) -> Counter:
-        """Seconds of "compute", of KERNEL_PARTS and of waits by axes; all links are free at the start."""
+        """Seconds of "compute", of KERNEL_PARTS and of waits by axes."""
         spent: Counter = Counter()
+        for timed in self.times(events):
+            spent.update(timed.spent)
+        return spent
+
+    def times(self, events: list) -> Iterator[TimedEvent]:
+        """When each event happens; all links are free at the start."""
+        now = 0.0
         free: dict[tuple, float] = {}  # when the links of these axes, or of one direction, become free
         ready: dict[str, tuple[float, str]] = {}  # when a started collective is done
         for event in events:
-            now = sum(spent.values())
             if isinstance(event, CompiledCollective):
                 links = event.axes, event.shift
-                free[links] = max(now, free.get(links, 0.0)) + self.collective_secs(event)
+                begins = max(now, free.get(links, 0.0))
+                free[links] = begins + self.collective_secs(event)
                 ready[event.op] = free[links], "+".join(event.axes)
-            elif isinstance(event, End) and event.op in ready:
+                yield TimedEvent(event, begins, free[links], {})
+                continue
+            if isinstance(event, End) and event.op in ready:
                 done, axes = ready.pop(event.op)
-                spent[axes] += max(0.0, done - now)
+                spent = {axes: max(0.0, done - now)}
             else:
-                spent.update(self._local(event))
-        return spent
+                spent = self._local(event)
+            ends = now + sum(spent.values())
+            yield TimedEvent(event, now, ends, spent)
+            now = ends
 
     def _local(self, event: Compute | Kernel | LoopEvent | BranchEvent | End) -> dict[str, float]:
         if isinstance(event, Compute):
