@@ -70,7 +70,7 @@ RUNS = {
     "schedules.py flops": r"one_f_one_b +1\.0000 +1\.0000",
     "schedules.py compile": r"one_f_one_b +\d+\.\d +\d+\.\d\d",
     "soak.py": r'\{"kills": 2, "bitwise on one mesh": true, .*"damaged": \{"still": 0, "moving": 0\}\}',
-    "timeline.py": r"  forward, one of \d+ turns: \d+\.\d ms, of which waits \d+\.\d",
+    "timeline.py": r"  a step: \d+\.\d ms, of which waits \d+\.\d",
     "step.py": r"1,1,1 +\d+\.\d%.* GiB",
     "tpu_kernels.py": r"\| this project's \| 256 \| 256 \| 9 \| \d\.\d\d \|",
     "tpu_compile.py": r"gpipe +\d+\.\d\d.*",
