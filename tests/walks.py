@@ -145,7 +145,7 @@ CALLED_BY_FLAX = {"model/transformer.py Block.__call__", "model/mlp.py GatedMLP.
 MARKS = (
     {f"sharding/collectives.py {name}" for name in ("cond_over_pp", "as_varying", "cut", "after")}
     | {"step/step.py updated_if"}
-    | {f"pipeline/message_order.py SimulatedDevices.{name}" for name in ("after", "in_turn")}
+    | {f"sharding/message_order.py SimulatedDevices.{name}" for name in ("after", "in_turn")}
 )
 KNOWN = STEP[:3]  # where each walk through a step begins
 OF_A_CLASS = ("__init__", "setup", "__call__")  # found by the name of their class

@@ -29,7 +29,6 @@ from parallax.model.products import product_of, scales_of
 from parallax.model.transformer import Parts
 from parallax.pipeline.embed_and_head import Tokens, folds
 from parallax.pipeline.layer_runs import LayerRun, repeats_of
-from parallax.pipeline.message_order import Accelerators, SimulatedDevices
 from parallax.schedules import by_name
 from parallax.sharding import activations
 from parallax.sharding.activations import BATCH, BATCH_AXES, CONTEXT_AXIS, EXPERT_AXIS, ROWS
@@ -38,6 +37,7 @@ from parallax.sharding.compiler import clears_what_is_overwritten, first_group
 from parallax.sharding.host import MEMORY_KINDS
 from parallax.sharding.layers_on_ranks import Arrangement, arrangements
 from parallax.sharding.mesh import is_simulated
+from parallax.sharding.message_order import Accelerators, SimulatedDevices
 from parallax.sharding.parameter import freeze, stored_as
 from parallax.sharding.plan import ParameterPlan, Policies, ShardingPlan
 from parallax.user_code import refuse_saved

@@ -154,7 +154,8 @@ class SaveStageInput(SaveLayers):
 
     def both(self, ahead: Pass, back: Pass, state: Both) -> Both:
         with jax.named_scope(BACKWARD):
-            here, y, recomputed = self._again(back, state.saved, state.dy)
+            dy = back.layers.model.devices.after(state.dy, state.x)  # the embedding may send in a branch
+            here, y, recomputed = self._again(back, state.saved, dy)
         x = back.layers.model.devices.after(state.x, y)
         with jax.named_scope(FORWARD):
             inputs = [write_slot(state.saved["F to B"][0], [x], *ahead.slots["F to B"])]

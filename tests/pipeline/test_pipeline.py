@@ -22,8 +22,8 @@ from parallax.pipeline import loss_and_grads
 from parallax.pipeline.layer_passes import SaveAll, layer_passes
 from parallax.pipeline.layer_runs import LayerRun, Repeat
 from parallax.pipeline.layer_weights import LayerWeights
-from parallax.pipeline.message_order import Accelerators
 from parallax.pipeline.stage import Layers, Pass, SaveLayers, SaveNothing, SaveStageInput, weight_gradients
+from parallax.sharding.message_order import Accelerators
 
 LAYERS, WIDTH = 3, 4
 

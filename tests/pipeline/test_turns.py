@@ -11,8 +11,8 @@ import pytest
 from support.collective_order import out_of_turn
 from support.tiny_model import SEQ_CUT, build, make_batch
 
-from parallax.pipeline.message_order import Accelerators, SimulatedDevices
 from parallax.sharding.collectives import after
+from parallax.sharding.message_order import Accelerators, SimulatedDevices
 
 ROOT = pathlib.Path(__file__).parents[2]
 # A stage of one layer has no loop over layers: its weights could be gathered beside the branch that embeds.

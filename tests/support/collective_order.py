@@ -12,7 +12,8 @@ HOLDERS = ("while", "conditional", "call")
 def run_in_order(function, *args, options=None):
     """What a function gives, compiled, on the host. No message of its program may be out of turn."""
     compiled = jax.jit(function, compiler_options=options).lower(*args).compile()
-    assert out_of_turn(compiled.as_text()) == []
+    pairs = out_of_turn(compiled.as_text())
+    assert not pairs, pairs
     return jax.device_get(compiled(*args))
 
 

@@ -97,13 +97,13 @@ class _Turns:
         alone = equation.primitive.name in LOOPS_AND_BRANCHES
         read |= self._tie(arrays, read, [alone or sender.alone for sender in self.senders])
         outs = apply(equation, arrays)
-        self.senders.append(_Sender([out for out in outs if jnp.issubdtype(out.dtype, jnp.floating)], alone))
+        self.senders.append(_Sender([*filter(_is_float, outs)], alone))
         return [_Value(out, read | {len(self.senders) - 1}) for out in outs]
 
     def _tie(self, arrays: list[Any], read: frozenset[int], apart: Sequence[bool]) -> set[int]:
-        """Make the smallest array that can be wait for each sender that is `apart` and was not read; returns those
-        that it waits for."""
-        sizes = {place: x.size for place, x in enumerate(arrays) if isinstance(x, Array)}
+        """Make the smallest array that can be wait for each sender that is `apart` and was not read, and returns these
+        senders. Integers come last: one may say which branch runs, which a reader of the program wants to know."""
+        sizes = {place: (not _is_float(x), x.size) for place, x in enumerate(arrays) if isinstance(x, Array)}
         places, waits = sorted(sizes, key=sizes.get), set()
         for number in sorted(set(range(len(self.senders))) - read):
             pairs = ((place, result) for place in places for result in self.senders[number].results)
@@ -113,3 +113,7 @@ class _Turns:
                 arrays[place] = after(arrays[place], result)
                 waits.add(number)
         return waits
+
+
+def _is_float(x: Array) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.floating)
