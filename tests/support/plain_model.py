@@ -4,6 +4,7 @@ jax.grad."""
 import contextlib
 import copy
 import functools
+import zlib
 from typing import NamedTuple
 from unittest import mock
 
@@ -16,8 +17,10 @@ from parallax.config.sections import LossConfig, ModelConfig
 from parallax.model import attention
 from parallax.model.batch import IGNORED
 from parallax.model.context import Context, tables_of_layers
+from parallax.model.dropout import Dropout
 from parallax.model.embedding import EMBEDDINGS
 from parallax.model.families import FAMILIES
+from parallax.model.lora import noise_of
 from parallax.model.transformer import Block, Parts
 from parallax.sharding.activations import ROWS, activation
 from parallax.sharding.layers_on_ranks import Arrangement
@@ -49,17 +52,14 @@ class PlainMixture(nn.Module):
         if m.router_normalized:
             weights_BSE /= weights_BSE.sum(axis=-1, keepdims=True)
         limit = m.expert_limit if m.expert_activation == "clamped" else None
-        experts = params["experts"] | {"down_bias": params["down_bias"]} if m.expert_bias else params["experts"]
-        names = [name + bias for bias in ["", *["_bias"] * m.expert_bias] for name in ("gate", "up", "down")]
         y = m.router_scale * sum(
-            weights_BSE[..., expert, None] * plain_mlp(x, *own[:3], limit, own[3:])
-            for expert, own in enumerate(zip(*(experts[name] for name in names), strict=True))
+            weights_BSE[..., expert, None] * self.of_expert(x, expert, limit) for expert in range(m.experts)
         )
         if m.shared_experts:
             gate = jax.nn.sigmoid(x @ params["shared_gate"]) if m.shared_gate else 1
-            of_shared = [params["shared"][name]["kernel"] for name in ("gate", "up", "down")]
+            products = [functools.partial(self.shared_product, name) for name in ("gate", "up", "down")]
             limit = m.activation_limit if m.activation == "clamped" else None
-            y += gate * plain_mlp(x, *of_shared, limit, activation=PLAIN_ACTIVATIONS.get(m.activation))
+            y += gate * plain_mlp(x, products, limit, PLAIN_ACTIVATIONS.get(m.activation))
         share_BE = chosen_BSE.mean(axis=1) / m.experts_per_token
         mean_BE = (scores_BSE / scores_BSE.sum(axis=-1, keepdims=True)).mean(axis=1)
         balance = (m.experts * share_BE * mean_BE).sum(axis=-1).mean()
@@ -67,6 +67,34 @@ class PlainMixture(nn.Module):
         losses = self.loss.balance_coefficient * balance + self.loss.router_z_coefficient * z
         self.sow("notes", "mixture", Notes(losses, chosen_BSE.sum(axis=(0, 1)), margin))
         return y
+
+    def of_expert(self, x, expert, limit):
+        """What one expert makes of all tokens."""
+        held = self.variables["params"]["experts"] | {"down_bias": self.variables["params"].get("down_bias")}
+
+        def product(name, x):
+            kernel = held[name][expert]
+            if f"{name}_lora_a" in held:
+                kernel += self.factor * held[f"{name}_lora_a"][expert] @ held[f"{name}_lora_b"][expert]
+            return x @ kernel + (held[f"{name}_bias"][expert][None, None] if self.model.expert_bias else 0)
+
+        return plain_mlp(x, [functools.partial(product, name) for name in ("gate", "up", "down")], limit)
+
+    def shared_product(self, name, x):
+        """A product of the shared experts; its adapter reads x with entries dropped."""
+        path, held = f"mlp/shared/{name}", self.variables["params"]["shared"][name]
+        y, noise = x @ held["kernel"], self.scope.root
+        if "lora_a" not in held:
+            return y
+        if noise.has_variable("noise", "key"):
+            site = zlib.crc32(path.encode()) >> 1
+            drop = Dropout("batch seq d_model", {"d_model": x.shape[-1]}, self.model.lora_dropout, site, parent=None)
+            x = drop.apply({}, x, *(noise.get_variable("noise", each) for each in ("rows", "key")))
+        return y + self.factor * (x @ held["lora_a"]) @ held["lora_b"]
+
+    @property
+    def factor(self):
+        return self.model.lora_alpha / self.model.lora_rank
 
 
 def plain_choice(model, scores_BSE):
@@ -96,13 +124,13 @@ PLAIN_ACTIVATIONS = {"silu": jax.nn.silu, "relu2": lambda x: jnp.maximum(x, 0) *
 PLAIN_ACTIVATIONS |= {"gelu": functools.partial(jax.nn.gelu, approximate=False), "gelu_tanh": jax.nn.gelu}
 
 
-def plain_mlp(x, gate, up, down, limit=None, biases=(), activation=jax.nn.silu):
-    of_gate, of_up, of_down = (bias[None, None] for bias in biases) if biases else (0, 0, 0)
-    gated, wide = x @ gate + of_gate, x @ up + of_up
+def plain_mlp(x, products, limit=None, activation=jax.nn.silu):
+    gate, up, down = products
+    gated, wide = gate(x), up(x)
     if limit:
         gated, wide = jnp.minimum(gated, limit), jnp.clip(wide, -limit, limit)
-        return (gated * jax.nn.sigmoid(1.702 * gated) * (wide + 1)) @ down + of_down
-    return (activation(gated) * wide) @ down + of_down
+        return down(gated * jax.nn.sigmoid(1.702 * gated) * (wide + 1))
+    return down(activation(gated) * wide)
 
 
 class PlainBlock(Block):
@@ -139,21 +167,25 @@ def plain_logits(model, params, batch):
     return plain_forward(model, params, batch)[0]
 
 
-def plain_forward(model, params, batch, loss=None):
-    """(logits, the Notes of all layers)."""
+def plain_forward(model, params, batch, loss=None, key=None):
+    """(logits, the Notes of all layers). `key` is a step's, of dropout."""
     parts, rows = plain_parts(model, loss), jnp.arange(len(batch["tokens"]))
     tables = tables_of_layers(model, batch["positions"], batch["positions"].shape[1])
     context = Context.of_model(model, tables, rows, None, batch["segments"])
     x = parts.embedding.apply({"params": params["embedding"]}, batch["tokens"], rows, None)
 
-    def layer(kind, weights, x, context, _):
-        x, notes = parts.blocks[kind].apply({"params": weights}, x, context, mutable="notes")
+    def layer(kind, weights, state, context, _):
+        x, number = state
+        if key is not None:
+            context = context._replace(key=jax.random.fold_in(key, 1 + number))
+        x, notes = parts.blocks[kind].apply({"params": weights} | noise_of(context), x, context, mutable="notes")
         none = Notes(jnp.float32(0), jnp.zeros(model.experts, jnp.float32), jnp.float32(jnp.inf))
-        return x, notes["notes"]["mlp"]["mixture"][0] if model.base_of(kind) == "moe" else none
+        return (x, number + 1), notes["notes"]["mlp"]["mixture"][0] if model.base_of(kind) == "moe" else none
 
     order = Arrangement((0,), model.layer_kinds)
     with mock.patch.object(attention, "attend", plain_attend):  # which knows no blocks, and has jax.grad's gradient
-        x, notes = parts.scan(layer, x, params["blocks"], context, None, order.kinds_in_places[:, 0], order.numbers[0])
+        places = order.kinds_in_places[:, 0], order.numbers[0]
+        (x, _), notes = parts.scan(layer, (x, jnp.int32(0)), params["blocks"], context, None, *places)
     hidden = parts.head.apply({"params": params["head"]}, x)
     table = params["embedding" if model.tied else "head"]["table"]
     logits = model.logit_scale * jnp.einsum("BSD,VD->BSV", hidden, table, preferred_element_type=jnp.float32)
@@ -173,7 +205,7 @@ def losses_of(logits, labels, z_coefficient):
     return mean(logsumexp - label_logits), mean(z_coefficient * logsumexp**2)
 
 
-def plain_losses_and_grad(model, params, batch, z_coefficient=0.0, loss=None):
+def plain_losses_and_grad(model, params, batch, z_coefficient=0.0, loss=None, key=None):
     """Both losses, and the gradient of their sum and of the mixtures' losses, which `loss`, a LossConfig, weighs, in
     float64. As the gradient of a router's bias, the load of its experts.
 
@@ -183,7 +215,7 @@ def plain_losses_and_grad(model, params, batch, z_coefficient=0.0, loss=None):
     """
 
     def total(params, batch):
-        logits, notes = plain_forward(exact, params, batch, loss)
+        logits, notes = plain_forward(exact, params, batch, loss, key)
         losses = losses_of(logits, batch["labels"], z_coefficient)
         return sum(losses) + notes.losses.sum(), (losses, notes.load_E)
 
