@@ -1,6 +1,6 @@
 """Published steps on TPUs and GPUs, and the times of the same layouts as this project plans or compiles them.
 
-    python benchmarks/published.py --analytic [--half blind] [--rows 0 3]
+    python benchmarks/published.py --analytic [--half blind | --rows 0 3]
     python benchmarks/published.py [--rows 23]
 
 With --analytic a step is planned from its trace; nothing is compiled. *Half* is the one to which constants of prices
@@ -626,6 +626,8 @@ def main() -> None:
     parser.add_argument("--half", choices=HALVES, help=f"rows of this half; without it of all but {BLIND}")
     parser.add_argument("--analytic", action="store_true", help="plan the steps, and compile nothing")
     args = parser.parse_args()
+    if args.half and args.rows is not None:
+        parser.error("--half: --rows says which rows; use one of the two")
     rows = SMALLEST if args.smoke else ROWS
     if wrong := [at for at in args.rows or () if not 0 <= at < len(rows)]:
         parser.error(f"--rows {wrong[0]}: there are rows 0 to {len(rows) - 1}")

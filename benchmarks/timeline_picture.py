@@ -19,7 +19,7 @@ from parallax.analysis.compiled.program import (
 )
 from parallax.analysis.planned.step_time import Clock
 from parallax.config.sections import ATTENTION
-from parallax.pipeline import BACKWARD, FORWARD, JOINT, WEIGHTS
+from parallax.pipeline import BACKWARD, FORWARD, WEIGHTS
 
 COMPUTES, SENDS, WAITS = "computes", "sends over ", "waits"
 # The palette of Okabe and Ito, which colour-blind people can tell apart.
@@ -32,14 +32,14 @@ LEGEND = {
     OTHER: "other compute",
     KERNEL: "attention kernels",
     **{colour: f"messages over {axis}" for axis, colour in AXES.items()},
-    OTHER_AXES: "over several axes",
+    OTHER_AXES: "messages over other axes, or over several",
     WAIT: "waits: nothing is computed until a message has come",
 }
 DARK = (PRODUCT, WAIT, AXES["dp"], AXES["tp"], OTHER_AXES)  # on which text is white
 WIDTH, LEFT, RIGHT, TURNS_APART = 1080, 112, 18, 24
 ROW, GAP, BELOW = 18, 3, 46  # heights of a lane, of what is between two, and of an axis
 LETTER = 5.2  # width of a label's letter
-PASSES = {FORWARD: "forward", BACKWARD: "backward", WEIGHTS: "weight gradients", JOINT: "forward beside backward"}
+PASSES = {FORWARD: "forward", BACKWARD: "backward", WEIGHTS: "weight gradients"}  # also those of a joint pass
 NEAR = 0.5  # bars of a colour that are nearer to each other are one, and none is narrower
 LEAST_WAIT = 2  # that has a label
 MOST_TICKS = 10  # of a time axis

@@ -8,6 +8,7 @@ from jax.extend.core import ClosedJaxpr, DebugInfo, Jaxpr, JaxprEqn, Literal, ja
 
 SCALED_MATMUL = "scaled_matmul_wrapper"  # the primitive of jax.nn.scaled_matmul
 LOOPS_AND_BRANCHES = ("scan", "while", "cond")
+CALLS = ("jit", "pjit", "closed_call", "core_call")
 NO_CALLS = (*LOOPS_AND_BRANCHES, "pallas_call")  # they do not run their programs exactly once
 RAGGED_PRIMITIVE = "ragged_all_to_all"
 # JAX's names of the notation's collectives.

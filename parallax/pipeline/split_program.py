@@ -22,10 +22,8 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from parallax.config.remat import REMAT_PARTS
 from parallax.errors import ConfigError, nearest
-from parallax.jaxprs import SCALED_MATMUL, ancestors, apply, called, part, within
+from parallax.jaxprs import CALLS, LOOPS_AND_BRANCHES, SCALED_MATMUL, ancestors, apply, called, part, within
 
-CALLS = ("jit", "pjit", "closed_call", "core_call")
-INNER = ("scan", "while", "cond")
 # A weight gradient without these operations, as of a norm or a bias, is computed in B: deferring it to W would save
 # whole activations in memory, only to defer a sum.
 PRODUCTS = ("dot_general", "ragged_dot", "ragged_dot_general", "conv_general_dilated", "pallas_call", SCALED_MATMUL)
@@ -137,7 +135,7 @@ def inlined(closed: ClosedJaxpr) -> ClosedJaxpr:
 
 def _multiplies(equation: JaxprEqn) -> bool:
     """Whether an equation is a matrix product, or a loop or a branch with one in it, as grouped products are."""
-    inner = within(equation) if equation.primitive.name in INNER else ()
+    inner = within(equation) if equation.primitive.name in LOOPS_AND_BRANCHES else ()
     return any(each.primitive.name in PRODUCTS for each in (equation, *inner))
 
 

@@ -14,8 +14,11 @@ import jax.numpy as jnp
 from jax import Array
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
-from parallax.jaxprs import KIND_OF_PRIMITIVE, LOOPS_AND_BRANCHES, apply, called, within
+from parallax.jaxprs import CALLS, KIND_OF_PRIMITIVE, apply, called, within
 from parallax.sharding.collectives import after, varying_axes
+
+# Calls whose results are those of their programs' equations, one after the other.
+OPENED = (*CALLS, "custom_jvp_call", "custom_vjp_call", "checkpoint", "remat2")
 
 
 class Accelerators:
@@ -33,7 +36,7 @@ class Accelerators:
 
 class SimulatedDevices(Accelerators):
     """Devices whose messages need the order of the program. `has_loops` says whether a layer's loops or branches may
-    send; if not, that order is kept without `in_turn`."""
+    send; if not, that order is there without `in_turn`, which would trace a layer twice."""
 
     def __init__(self, has_loops: bool = True):
         self.has_loops = has_loops
@@ -79,7 +82,8 @@ class _Turns:
             return _Value(atom.val, frozenset()) if isinstance(atom, Literal) else value_of[atom]
 
         for equation in jaxpr.eqns:
-            values, inner = [*map(value, equation.invars)], called(equation)
+            values = [*map(value, equation.invars)]
+            inner = called(equation) if equation.primitive.name in OPENED else None
             outs = self.outputs(inner.jaxpr, inner.consts, values) if inner else self._of(equation, values)
             value_of |= zip(equation.outvars, outs, strict=True)
         return [*map(value, jaxpr.outvars)]
@@ -96,7 +100,7 @@ class _Turns:
         arrays, read = [each.array for each in values], frozenset().union(*(each.read for each in values))
         if not any(each.primitive.name in KIND_OF_PRIMITIVE for each in (equation, *within(equation))):
             return [_Value(out, read) for out in apply(equation, arrays)]
-        alone = equation.primitive.name in LOOPS_AND_BRANCHES
+        alone = equation.primitive.name not in KIND_OF_PRIMITIVE
         read |= self._tie(arrays, read, [alone or sender.alone for sender in self.senders])
         outs = apply(equation, arrays)
         self.senders.append(_Sender([*filter(_is_float, outs)], alone))
@@ -104,7 +108,8 @@ class _Turns:
 
     def _tie(self, arrays: list[Any], read: frozenset[int], apart: Sequence[bool]) -> set[int]:
         """Make the smallest array that can be wait for each sender that is `apart` and was not read, and returns these
-        senders. Integers come last: one may say which branch runs, which a reader of the program wants to know."""
+        senders. Integers come last: one may say which branch runs, which a reader of the program wants to know. What
+        gives integers alone, or varies over more axes than each of the arrays, is not waited for."""
         sizes = {place: (not _is_float(x), x.size) for place, x in enumerate(arrays) if isinstance(x, Array)}
         places, waits = sorted(sizes, key=sizes.get), set()
         for number in sorted(set(range(len(self.senders))) - read):

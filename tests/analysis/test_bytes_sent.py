@@ -128,6 +128,17 @@ def test_a_counter_that_a_loop_carries_decides_branches():
     assert sum(one.count for one in sent_by(lambda x: lax.scan(turn, (x, 0), None, length=10)[0][0])) == 4
 
 
+def test_a_counter_decides_branches_behind_a_barrier_that_it_shares_with_activations():
+    def turn(carry, _):
+        x, number = lax.optimization_barrier(carry)
+        return (lax.cond(number < 4, exchange, lambda x: x, x), number + 1), None
+
+    def run(x):
+        return lax.scan(turn, (x, as_varying(jnp.int32(0))), None, length=10)[0][0]
+
+    assert sum(one.count for one in sent_by(run)) == 4
+
+
 def test_a_loop_is_followed_once_where_a_branch_is_decided_by_what_its_weights_give():
     def turn(carry, _):
         x, number = carry

@@ -7,6 +7,7 @@ import sys
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from support.collective_order import out_of_turn
 from support.tiny_model import SEQ_CUT, build, make_batch
@@ -61,6 +62,16 @@ def test_what_waits_reads_what_it_waits_for(dtype):
     x = jnp.ones(3, dtype)
     assert (after(x, jnp.zeros(2)) == x).all()
     assert not (after(x, jnp.full(2, jnp.nan)) == x).any()
+
+
+def test_only_calls_are_opened():
+    """What reduces has a program, too, but does not run it once."""
+
+    def run(x):
+        return jax.jit(lambda x: jax.lax.reduce(x, jnp.float32(0), lambda a, b: a + 2 * b, (1,)))(x)
+
+    x = jnp.arange(6.0).reshape(2, 3)
+    np.testing.assert_array_equal(SimulatedDevices(has_loops=True).in_turn(x, run, x), run(x))
 
 
 def test_untied_gathers_are_out_of_turn(monkeypatch):

@@ -296,6 +296,8 @@ class Steering:
             return self._of_loop(equation, wanted)
         if name == "while":  # its outputs are not known in any case
             return set()
+        if name in UNCHANGED:
+            return set(wanted)
         if (inner := called(equation)) is not None:
             return self.inputs(inner.jaxpr, wanted)
         return set(range(len(equation.invars))) if wanted and _can_be_known(equation) else set()
