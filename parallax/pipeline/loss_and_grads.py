@@ -138,7 +138,7 @@ def first_state(pipeline: Pipeline) -> State:
     x = jax.eval_shape(lambda: zeros(x))
     saved, grads = saves.empty(layers, x, schedule.slots), saves.zero_grads(layers)
     messages = {kind: zeros(x, count) for kind, count in schedule.message_slots.items()}
-    return State(messages, saved, grads, of_ends)
+    return State(messages, saved, grads, of_ends, zeros(x) if schedule.late_gradients else None)
 
 
 def passes_of_training(layers: Layers, ends: MicrobatchHead | BatchedHead) -> list[LayerPasses]:

@@ -4,8 +4,8 @@ If the schedule says so, F and B of a rank are one pass, in which the messages o
 computes.
 
 Every rank sends its output to the next stage and its gradient to the previous one. A message depends only on the pass
-that made it, so that it can be sent while the next pass computes. A received message is stored where the sender's entry
-of the table for this tick says.
+that made it, so that it can be sent while the next pass computes: F's while B does, B's while W does. Without W, B's is
+sent in the next tick, while its F computes. A received message is stored where the table says.
 
 Scopes distinguish passes and messages in traces and profiles; the report reads them.
 """
@@ -57,6 +57,7 @@ class State(NamedTuple):
     saved: Any  # residuals, see SaveLayers; None between ticks that allocate their own
     grads: list[Any]  # a tree for each kind of layers, in the plan's summed layouts
     ends: EndsState
+    unsent: Array | None  # what the last tick's B has made; None if a tick sends it itself
 
 
 class Row(NamedTuple):
@@ -86,13 +87,14 @@ def tick(
 ) -> tuple[State, None]:
     """One tick, with actions of these kinds, as the body of a scan over `tables`, in which `values` are its row.
 
-    First F and the head, then B, then W, each if this rank has it, then messages. If F and B are one pass, the head
-    comes after W, since ranks that run other passes would wait for each other there.
+    First F and the head, then B, then W, each if this rank has it, then messages; the last tick's gradient, if it was
+    not sent there, before B, which may read it. If F and B are one pass, the head comes after W, since ranks that run
+    other passes would wait for each other there.
 
     All that a pass reads is read in its branch, so that idle ranks read nothing.
     """
     here = {name: value[lax.axis_index("pp")] if value.ndim else value for name, value in values.items()}
-    outputs, gathered, row = {}, None, Row(here, tables)
+    outputs, gathered, row, devices = {}, None, Row(here, tables), pipeline.layers.model.devices
     joint = pipeline.schedule.joint and "F" in kinds and "B" in kinds
     alone = {kind: f"{kind} alone" if joint else kind for kind in "FB"}  # entries of the table
     if not pipeline.carries_residuals:
@@ -119,6 +121,8 @@ def tick(
             lambda: state.ends,
         )
         state = state._replace(ends=ends)
+    if state.unsent is not None:  # on simulated devices after F and the head; else nothing of this tick comes before
+        state = send(pipeline, state, row, {"B": devices.after(state.unsent, state.ends.loss)})
     if "B" in kinds:
         unchanged = state.grads, state.saved, state.ends
         with jax.named_scope(BACKWARD):
@@ -140,6 +144,10 @@ def tick(
         outputs, state = head_of_joint_tick(pipeline, state, row, outputs)
     if not pipeline.carries_residuals:
         state = state._replace(saved=None)
+    if "B" in kinds and pipeline.schedule.arrival:  # a tick's messages wait for all of its passes: see `after`
+        outputs = devices.after(outputs, made_last(pipeline, state, outputs))
+    if state.unsent is not None:
+        state = state._replace(unsent=outputs.pop("B"))
     return send(pipeline, state, row, outputs), None
 
 
@@ -192,8 +200,6 @@ def send(pipeline: Pipeline, state: State, row: Row, outputs: dict[str, Array]) 
         if kind not in outputs or not row.ever(name):
             continue
         output = outputs[kind]
-        if "B" in outputs:  # a tick's messages wait for all of its passes: see `after`
-            output = model.devices.after(output, made_last(pipeline, state, outputs))
         with jax.named_scope(FORWARD if kind == "F" else GRADIENTS):
             arrived = permute(model.residual, output, axis="pp", shift=shift) if shift else output
         slots, slot, arrives = messages[kind], row[name], row.values[name] >= 0

@@ -8,8 +8,8 @@
 
 `1F0` is the forward pass of microbatch 0 in stage 1 and `1B0` its backward pass. If a schedule splits the backward
 pass, `1W0` is the part that computes the weights' gradients. In a tick, a rank runs at most one action of each kind, in
-this order. At its end all ranks send their results, so a tick lasts as long as its slowest rank. F and B that are one
-pass are written `1F2&0B1`.
+this order. All ranks take part in its messages, so a tick lasts as long as its slowest rank. F and B that are one pass
+are written `1F2&0B1`.
 """
 
 from parallax.schedules.csv_files import load_csv, save_csv

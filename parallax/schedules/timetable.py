@@ -79,7 +79,7 @@ class Timetable:
     A slot is one buffer of a rank, which is reused when it is free. A slot of pool "F to B" is written by F and free
     after B: `slot["F to B"]["F"]` is the slot that F writes, `slot["F to B"]["B"]` the one that B reads. Messages are
     also stored in slots: `message["F"]` is the slot that F reads, and `arrival["F", 1]` the slot in which a message
-    from the previous rank is stored at the end of the tick.
+    from the previous rank is stored at the end of the tick, or, with `late_gradients`, a gradient before the tick's B.
     """
 
     name: str
@@ -283,14 +283,23 @@ class Timetable:
         return {kind: self._when_run(kind, lambda a: self._message_slot_of.get(a, -1)) for kind in "FB"}
 
     @cached_property
+    def late_gradients(self) -> bool:
+        """Whether the gradient that B makes is sent in the next tick, beside its F, and arrives before its B.
+
+        At the end of its own tick nothing but W could hide it. F and B as one pass begin with it."""
+        beside = any({"F", "B"} <= set(segment.kinds) for segment in self.segments)
+        return self.ranks > 1 and beside and not self.split and not self.joint
+
+    @cached_property
     def arrival(self) -> dict[tuple[str, int], np.ndarray]:
-        """By kind of the reader and distance in ranks: the slot of a message, in the tick at whose end it arrives."""
+        """By kind of the reader and distance in ranks: the slot of a message, in the tick in which it arrives."""
         cells: dict[tuple[str, int], list] = {}
         for action, slot in self._message_slot_of.items():
             sender = self.sender(action)
             shift = (self.rank_of(action.stage) - self.rank_of(sender.stage)) % self.ranks
             shift -= self.ranks * (2 * shift > self.ranks)  # the shorter way around the ring
-            cells.setdefault((action.kind, shift), []).append((self.tick_of[sender], action, slot))
+            tick = self.tick_of[sender] + (action.kind == "B" and self.late_gradients)
+            cells.setdefault((action.kind, shift), []).append((tick, action, slot))
         return {route: self._table(cells[route]) for route in sorted(cells)}
 
     # ---- the last stage's output, which the head reads

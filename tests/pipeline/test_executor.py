@@ -134,18 +134,29 @@ def has_loop(equation):
     return any(e.primitive.name == "scan" for branch in branches for e in inside(branch))
 
 
-@pytest.mark.fast(1)
-@pytest.mark.parametrize("schedule", ["one_f_one_b", "zero_bubble"])
-def test_a_message_waits_for_no_other_pass_than_the_one_that_made_it(schedule):
-    jaxpr = ticks_of(abstract_model(schedule=schedule))
-    passes = [e for e in jaxpr.eqns if has_loop(e)]  # F, the head, B and W, in this order
+def messages_and_passes(schedule, **changes):
+    """A tick's messages and its passes that have loops, F, the head, B and W, in this order; by message the passes that
+    it waits for, and the passes that wait for it."""
+    jaxpr = ticks_of(abstract_model(schedule=schedule, **changes))
+    passes = [e for e in jaxpr.eqns if has_loop(e)]
     sends = [e for e in jaxpr.eqns if e.primitive.name == "ppermute"]
-    needs = [[passes.index(e) for e in ancestors(jaxpr, send) if e in passes] for send in sends]
-    assert len(sends) == 2
-    forward, backward = sorted(needs, key=len)
-    assert forward == [0], "F alone"
-    assert sorted(backward) == [0, 1, 2], "B and what it reads, not W"
-    assert len(passes) == (4 if schedule == "zero_bubble" else 3)
+    needs = [sorted(passes.index(e) for e in ancestors(jaxpr, send) if e in passes) for send in sends]
+    needed = [[at for at, e in enumerate(passes) if send in ancestors(jaxpr, e)] for send in sends]
+    return len(passes), dict(zip(map(tuple, needs), map(tuple, needed), strict=True))
+
+
+@pytest.mark.fast(1)
+def test_with_w_a_message_waits_for_no_other_pass_than_the_one_that_made_it():
+    """F's for F alone, B's for B and what it reads, not for W; and no pass of this tick for them."""
+    assert messages_and_passes("zero_bubble") == (4, {(0,): (), (0, 1, 2): ()})
+
+
+@pytest.mark.fast(1)
+@pytest.mark.parametrize("schedule", ["one_f_one_b", "interleaved"])
+def test_a_gradient_travels_beside_the_next_f_and_an_output_beside_b(schedule):
+    """The message of the gradient that the last tick has made waits for no pass of this one, and only B waits for it,
+    not F. That of F's output waits for F alone, and nothing for it."""
+    assert messages_and_passes(schedule, **SCHEDULES[schedule]) == (3, {(): (2,), (0,): ()})
 
 
 @pytest.mark.parametrize("remat", ["layer", "stage"])

@@ -78,15 +78,20 @@ def execute(schedule: Schedule) -> dict[tuple, str]:
     B comes first here: together with the order of `needs` that shows that neither reads what the other writes."""
     ranks = [Rank(schedule, rank) for rank in range(schedule.ranks)]
     made: dict[tuple, str] = {}
-    for tick in range(schedule.ticks):
-        sent = {
-            kind: [run_action(schedule, rank, column, tick, kind, made) for column, rank in enumerate(ranks)]
-            for kind in ("BFW" if schedule.joint else schedule.kinds)
-            if kind in schedule.kinds
-        }
+    sent: dict[str, list] = {}
+
+    def send(kinds: str, tick: int) -> None:
         for (kind, shift), slots in schedule.arrival.items():
-            for column in np.flatnonzero(slots[tick] >= 0):
+            for column in np.flatnonzero(slots[tick] >= 0) if kind in kinds else ():
                 ranks[column].messages[kind][slots[tick, column]] = sent[kind][(column - shift) % schedule.ranks]
+
+    for tick in range(schedule.ticks):
+        for kind in "BFW" if schedule.joint else schedule.kinds:
+            if kind == "B" and schedule.late_gradients:
+                send("B", tick)
+            if kind in schedule.kinds:
+                sent[kind] = [run_action(schedule, rank, column, tick, kind, made) for column, rank in enumerate(ranks)]
+        send("F" if schedule.late_gradients else "FB", tick)
     return made
 
 
@@ -181,6 +186,27 @@ def test_in_gpipe_a_message_delays_the_first_microbatch_on_each_link_both_ways()
     for ranks, microbatches in [(2, 1), (4, 8), (5, 3)]:
         priced = figures(gpipe(ranks, microbatches), Costs(send=0.25))
         assert priced.asynchronous_time == 3 * (microbatches + ranks - 1) + 2 * (ranks - 1) * 0.25
+
+
+@given(any_schedule)
+def test_gradients_wait_for_the_next_tick_where_its_f_can_hide_them_and_nothing_else_does(schedule):
+    beside = any({"F", "B"} <= set(kinds) for *_, kinds in schedule.segments)
+    assert schedule.late_gradients == (beside and schedule.ranks > 1 and not schedule.split and not schedule.joint)
+    for (kind, shift), slots in schedule.arrival.items():
+        for tick, column in np.argwhere(slots >= 0):
+            sender = (column - shift) % schedule.ranks
+            made_in = tick - (kind == "B" and schedule.late_gradients)
+            assert schedule.microbatch[kind][made_in, sender] >= 0
+
+
+def test_tables_of_a_small_1f1b():
+    schedule = one_f_one_b(2, 2)
+    assert schedule.late_gradients
+    assert schedule.microbatch["B"].T.tolist() == [[-1, -1, 0, 1], [-1, 0, 1, -1]]
+    assert {route: table.T.tolist() for route, table in schedule.arrival.items()} == {
+        ("F", 1): [[-1] * 4, [0, 0, -1, -1]],
+        ("B", 1): [[-1, -1, 0, 0], [-1] * 4],
+    }
 
 
 def test_tables_of_a_small_gpipe():

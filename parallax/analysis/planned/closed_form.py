@@ -179,7 +179,7 @@ class ClosedForm:
             gradients=rest.grads,
             gathered_weights=rest.gathered + (rest.resident != moves.parameters) * rest.resident,
             saved_activations=saved,
-            pipeline_buffers=(at_ends + sum(schedule.message_slots.values())) * ends.x,
+            pipeline_buffers=(at_ends + sum(schedule.message_slots.values()) + schedule.late_gradients) * ends.x,
             working_activations=self.working(choice),
             logits=0,
             other=0,
