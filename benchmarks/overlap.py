@@ -115,6 +115,8 @@ ROWS = {
         Row(TABLE_FIRST),
         Row({"mesh.dp": 8, "mesh.tp": 2} | TOKENS_OVER_TP),
         Row({"mesh.dp": 8, "mesh.tp": 2} | STREAMS),
+        Row(INTERLEAVED | {"mesh.dp": 4, "pipeline.virtual": 2, "pipeline.microbatches": 32}),
+        Row(INTERLEAVED | {"mesh.dp": 4, "pipeline.virtual": 4, "pipeline.microbatches": 32}),
     ],
     "llama2_7b_64": [
         Row({}),

@@ -59,6 +59,17 @@ def test_a_pipeline_with_a_divided_backward_pass_has_the_price_of_its_traced_ste
     assert found.bubble == step.bubble
 
 
+@pytest.mark.fast(1)
+@pytest.mark.parametrize(("schedule", "virtual"), [("interleaved", 2), ("one_f_one_b", 1)])
+def test_messages_between_stages_hide_as_much_as_in_the_traced_step(schedule, virtual):
+    settings = settings_of(layers=4)
+    choice = Choice(2, 2, 2, 4, schedule, virtual, "elementwise", "zero2", "", 0)
+    found, step = ClosedForm(settings, EIGHT).estimate(choice), predict(choice.applied(settings), EIGHT)
+    assert found.beside_secs == pytest.approx(step.beside_secs, rel=1e-6) and step.beside_secs > 0
+    assert found.exposed_secs["pp"] == pytest.approx(step.exposed_secs["pp"], rel=1e-6)
+    assert found.components["pipeline_buffers"] == step.components["pipeline_buffers"]
+
+
 STAGES = [
     ("H100:1x4", Choice(2, 2, 1, 2, "zero_bubble", 1, "stage", "ddp", "", 0), {}),
     ("v5e:2x2", Choice(2, 2, 1, 2, "one_f_one_b", 1, "stage", "zero3", "", 1), {"fsdp.gather_dtype": "int8"}),

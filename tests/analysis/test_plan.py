@@ -61,6 +61,7 @@ from parallax.analysis.planned.step_time import (
     hidden_secs,
     messages,
     predict,
+    secs_beside,
     traced_work,
 )
 from parallax.analysis.planned.sweep import Cache, LeastWork, PricedLayout, Sweep, draw, front, price
@@ -174,6 +175,26 @@ def test_the_parts_of_a_step_add_up_to_it():
     busy = found.work_secs + sum(found.exposed_secs.values())
     assert found.bubble_secs > 0.3 * busy
     assert found.secs == pytest.approx(busy + found.bubble_secs + found.update_secs)
+
+
+def test_messages_between_stages_hide_behind_one_pass_each_where_gradients_wait_for_f():
+    """Of four ticks, three have a B, and three an F: what is sent in the others is exposed, and all that is sent with
+    other schedules, or on GPUs."""
+    settings = tiny(mesh_pp=2, mesh_dp=1, pipeline_schedule="one_f_one_b")
+    found, traced = predict(settings, PAIR), traced_work(model_on_topology(settings, PAIR), settings)
+    over_pp = [each for each in messages(traced.sent, PAIR, settings, traced.per_use) if each.axes == "pp"]
+    forward, backward = (next(each for each in over_pp if each.beside == name) for name in ("forward", "backward"))
+    assert traced.ticks_beside == {"forward": 3, "backward": 3} and forward.calls == backward.calls == 4
+    assert found.exposed_secs["pp"] + found.beside_secs == pytest.approx(sum(each.secs for each in over_pp))
+    microbatches = settings.pipeline.microbatches
+    long, short = [("forward", 7.0 * microbatches), ("backward", 9.0 * microbatches)], [("forward", 1e-12)]
+    assert secs_beside(forward, long, traced.ticks_beside, settings) == pytest.approx(3 / 4 * forward.secs)
+    assert secs_beside(backward, long, traced.ticks_beside, settings) == pytest.approx(3 / 4 * backward.secs)
+    assert secs_beside(forward, short, traced.ticks_beside, settings) == 0, "no B"
+    assert secs_beside(backward, short, traced.ticks_beside, settings) == pytest.approx(3e-12 / microbatches)
+    for schedule in ("gpipe", "zero_bubble"):
+        assert predict(tiny(mesh_pp=2, mesh_dp=1, pipeline_schedule=schedule), PAIR).beside_secs == 0
+    assert predict(settings, read_topology("H100:1x2")).beside_secs == 0
 
 
 @pytest.mark.fast(1)

@@ -45,7 +45,7 @@ from parallax.analysis.planned.parts import (
     traced_rest,
     working_bytes,
 )
-from parallax.analysis.planned.step_time import Estimate, OpCost, TracedWork, estimate
+from parallax.analysis.planned.step_time import Estimate, OpCost, TracedWork, estimate, ticks_beside
 from parallax.analysis.planned.topology import Topology
 from parallax.analysis.traced.collectives import Sent
 from parallax.analysis.traced.flops import flops_per_token
@@ -137,7 +137,7 @@ class ClosedForm:
         for (cost, _), count in added([*self._without_moves(choice), *costs]).items():
             totals[type(cost)][cost] += count
         products, sent = ([cost._replace(count=count) for cost, count in total.items()] for total in totals.values())
-        plan = moves.per_use, moves.trained, moves.read_by_update
+        plan = moves.per_use, moves.trained, moves.read_by_update, ticks_beside(self.schedule(choice))
         return TracedWork(products, sent, self.model_flops, self.bubble(choice), {}, *plan)
 
     def products(self, choice: Choice) -> list[OpCost]:

@@ -464,7 +464,8 @@ def estimate_parts(step: Estimate, topology: Topology) -> Iterator[Table | str]:
         yield f"range: {least:.3f} to {most:.3f} s, as published steps took beside their plans"
     name, size = parts[0]
     used = {axis for axes in step.exposed_secs for axis in axes.split()}
-    axes = " and ".join(axis for axis in DATA_AXES if axis == "dp" or axis in used)
+    over = [axis for axis in DATA_AXES if axis == "dp" or axis in used] * (step.hidden_secs > step.beside_secs)
+    axes = " and ".join(["pp"] * (step.beside_secs > 0) + over)
     hidden = f"; {step.hidden_secs:.3f} s of messages over {axes} hide behind the work" * (step.hidden_secs > 0)
     yield f"largest: {name}, {in_bytes(size)}{hidden}"
     yield from host_lines(step, topology)

@@ -12,8 +12,9 @@ on GPUs some are passes of their own: parallax/analysis/planned/gpu_passes.py.
 traced collectives over the links of their axes, with a latency for each; where several arrays are one message, they are
 copied together and apart. Gathers of single layers over data axes overlap with the work, as do the permutes of
 layout.context="ring" and of layout.tensor_parallel="streams" and, with fsdp.reduce="compute", fsdp.prefetch=1 or on
-chips whose SparseCores run them, sums of the layers' gradients; `hidden_secs` says how much of them is hidden. All
-other messages are exposed. The *update* reads and writes parameters and optimizer state, and reads gradients, at memory
+chips whose SparseCores run them, sums of the layers' gradients; `hidden_secs` says how much of them is hidden. On TPUs
+the messages of a pipeline travel beside passes, if its schedule has both in a tick and no W: `ticks_beside`. All other
+messages are exposed. The *update* reads and writes parameters and optimizer state, and reads gradients, at memory
 bandwidth.
 
 Arrays in host memory are copied over the chip's link to its host, in both directions at once: residuals during the
@@ -26,7 +27,7 @@ import functools
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -74,7 +75,7 @@ from parallax.errors import ConfigError
 from parallax.hardware.chips import KERNEL_EFFICIENCY, Chip, mfu
 from parallax.jaxprs import SCALED_MATMUL
 from parallax.pipeline import BACKWARD, FORWARD, WEIGHTS, ShardedModel
-from parallax.schedules import figures
+from parallax.schedules import Schedule, figures
 from parallax.sharding.activations import CONTEXT_AXIS
 from parallax.sharding.bucket import BY_LAYER
 from parallax.sharding.compiler import hides_reduce_scatters, is_absent_gpus
@@ -120,6 +121,7 @@ class TracedWork(NamedTuple):
     per_use: SentPerUse = SentPerUse()
     trained: float = 1.0  # share of the parameters that an update reads and writes
     gradients: int = 0  # bytes that it reads of them
+    ticks_beside: Mapping[str, int] = MappingProxyType({})  # see the function
 
     @property
     def packed(self) -> list[Sent]:
@@ -129,13 +131,16 @@ class TracedWork(NamedTuple):
 
 
 class CollectiveTime(NamedTuple):
-    """Time of one collective in a step. `hides`: it may overlap with work. `ticking`: it is part of the ticks, so ranks
-    wait for it as for work."""
+    """Time of one collective in a step, of all its `calls`. `hides`: it may overlap with work. `ticking`: it is part of
+    the ticks, so ranks wait for it as for work. `beside` is the direction of a message between stages, on chips where
+    it travels beside a pass."""
 
     axes: str
     secs: float
     hides: bool
     ticking: bool
+    beside: str = ""
+    calls: int = 1
 
 
 class Estimate(NamedTuple):
@@ -154,6 +159,7 @@ class Estimate(NamedTuple):
     host_bytes: int = 0  # of host memory
     link_bytes: int = 0  # copied over the link to the host in a step, in both directions
     link_secs: float = 0.0  # in which the step waits for that link
+    beside_secs: float = 0.0  # of `hidden_secs`, what hides between stages of a pipeline
 
     @property
     def bubble_secs(self) -> float:
@@ -201,7 +207,23 @@ def traced_work(model: ShardedModel, settings: Settings) -> TracedWork:
         SentPerUse.of(model.plan),
         model.plan.trained,
         read_by_update(model.plan),
+        ticks_beside(model.schedule),
     )
+
+
+def ticks_beside(schedule: Schedule) -> dict[str, int]:
+    """By direction of the messages between stages, the ticks in which a rank runs the pass that they travel beside: B
+    for outputs, F for gradients. Empty if gradients do not wait for F: what then hides was not compared with compiled
+    steps.
+
+    >>> from parallax.schedules import gpipe, one_f_one_b
+    >>> ticks_beside(one_f_one_b(4, 4)), ticks_beside(gpipe(4, 4))  # of 10 ticks
+    ({'forward': 7, 'backward': 7}, {})
+    """
+    if not schedule.late_gradients:
+        return {}
+    runs = {kind: (table >= 0).any(axis=1).sum() for kind, table in schedule.microbatch.items()}
+    return {"forward": int(runs["B"]), "backward": int(runs["F"])}
 
 
 def costs_in_equation(equation: JaxprEqn, origin: Origin, *, model: ShardedModel, on_gpus: GpuPasses | None) -> Counter:
@@ -258,7 +280,8 @@ def estimate(
     sent = messages(traced.sent, topology, settings, traced.per_use)
     hiding = sum(message.secs for message in sent if message.hides)
     hidden = hidden_secs(work, hiding)
-    exposed = [m._replace(secs=m.secs * (1 - hidden / hiding)) if m.hides else m for m in sent]
+    beside = [secs_beside(message, timed, traced.ticks_beside, settings) for message in sent]
+    exposed = [m._replace(secs=m.secs * (1 - m.hides * hidden / (hiding or 1)) - b) for m, b in zip(sent, beside)]
     bubble = 0.0 if topology.shared else traced.bubble
     ticking = sum(message.secs for message in exposed if message.ticking)
     parameters, states = traced.trained * (held.parameters + host.parameters), held.optimizer + host.optimizer
@@ -272,7 +295,7 @@ def estimate(
         work_secs=work,
         recompute_secs=sum(secs for direction, secs in timed if direction == "recompute"),
         exposed_secs=by_axes(exposed),
-        hidden_secs=hidden,
+        hidden_secs=hidden + sum(beside),
         update_secs=update,
         bubble=bubble,
         secs=secs,
@@ -280,7 +303,18 @@ def estimate(
         host_bytes=host.total,
         link_bytes=sum(traced.moved.values()) + 3 * host.parameters + 2 * host.optimizer + 3 * host.gradients,
         link_secs=passes + once,
+        beside_secs=sum(beside),
     )
+
+
+def secs_beside(
+    message: CollectiveTime, timed: Sequence[tuple[str, float]], ticks: Mapping[str, int], settings: Settings
+) -> float:
+    """Seconds of a message between stages that are hidden: in these ticks, by the pass of one microbatch in one stage
+    beside which it travels."""
+    of_pass = sum(secs for direction, secs in timed if (direction == "forward") == (message.beside == "backward"))
+    of_pass /= settings.pipeline.virtual * settings.pipeline.microbatches
+    return ticks.get(message.beside, 0) * min(message.secs / message.calls, of_pass)
 
 
 def link_waits(
@@ -339,7 +373,9 @@ def messages(sent: Iterable[Sent], topology: Topology, settings: Settings, per_u
         hides = ((_is_of_parameters(call) and can_hide and beside and not waits) or passed_on) and not topology.shared
         secs = links.secs(call.kind, call.total_bytes) / topology.chip.reached.links
         secs += call.count * links.latency(call.kind)
-        times.append(CollectiveTime(" ".join(call.axes), secs, hides, ticking))
+        between_stages = call.kind == "permute" and call.axes == ("pp",) and topology.chip.platform == "tpu"
+        beside = call.direction if between_stages and not topology.shared else ""
+        times.append(CollectiveTime(" ".join(call.axes), secs, hides, ticking, beside, call.count))
     return times
 
 
