@@ -20,6 +20,13 @@ def platform_planned() -> str:
     return CHIPS[kind].platform if kind in CHIPS else platform_traced()
 
 
+def device_kind_planned() -> str:
+    """JAX's name of the devices for which a program is traced; for an abstract mesh the chip that it names, or ""."""
+    mesh = jax.sharding.get_abstract_mesh()
+    device = jax.devices()[0] if mesh.empty else mesh.abstract_device
+    return "" if device is None else device.device_kind
+
+
 def multiplies_microscaled() -> bool:
     """Whether the program being traced multiplies microscaled blocks as such: on GPUs, where XLA has a product of them,
     which is in the compute dtype on most; and on an abstract mesh that is for a chip with such units."""

@@ -53,6 +53,7 @@ from parallax.model.experts.grouped_kernel import (
     transposed_by_group,
     weights_by_group,
 )
+from parallax.model.experts.grouped_triton import gated_in_tiles, input_gradient_in_tiles, sums_by_group
 from parallax.sharding.mesh import mesh_of
 from parallax.training.facts import size_tables
 
@@ -313,6 +314,39 @@ def test_kernels_for_gated_experts_multiply_by_each_of_their_matrices():
     for text in (GATED, FUSED):
         (read,) = read_hlo_text(HEADER + text, mesh_of(ep=4, dp=1), None, 0.5).pallas_calls
         assert read.grouped and read.flops == 2 * product and read.result_bytes == 0.5 * 3 * 256 * 16 * 2
+
+
+# As XLA for GPU calls kernels for Triton: all by one name, with tables of tiles before the operands.
+FOR_GPUS = """ENTRY %main (x.1: bf16[256,32], w.1: bf16[2,32,16]) -> bf16[256,16] {
+  %x.1 = bf16[256,32]{1,0} parameter(0)
+  %w.1 = bf16[2,32,16]{2,1,0} parameter(1)
+  %weights.1 = f32[256,1]{1,0} parameter(2)
+  %tiles.1 = s32[5]{0} parameter(3)
+  %pallas_call.4 = (bf16[256,16]{1,0}, bf16[256,16]{1,0}, bf16[256,16]{1,0}) custom-call(%tiles.1, %tiles.1, %tiles.1, \
+%x.1, %w.1, %w.1, %weights.1), custom_call_target="__gpu$xla.gpu.triton", \
+metadata={op_name="jit(step)/by_group/gmm_gated/pallas_call"}
+  ROOT %y.1 = bf16[256,16]{1,0} get-tuple-element(%pallas_call.4), index=2
+}
+"""
+
+
+def test_kernels_for_groups_on_gpus_are_counted_as_their_products():
+    array = lambda *shape: jax.ShapeDtypeStruct(shape, "bfloat16")  # noqa: E731
+    x, rows, weights, into = array(256, 32), array(256, 16), array(256, 1), array(2, 32, 16)
+    sizes = jax.ShapeDtypeStruct((2,), "int32")
+
+    def flops(kernel, *args):
+        return flops_by_direction(jax.make_jaxpr(kernel)(*args), rank={}, share_of_rows=0.5)["forward"]
+
+    product = 0.5 * 2 * 256 * 32 * 16
+    biases = [array(2, 16)] * 2
+    assert flops(gated_in_tiles, x, into, into, weights, sizes) == 2 * product
+    with_biases = lambda *args: gated_in_tiles(*args[:-2], biases_EU=args[-2:])  # noqa: E731
+    assert flops(with_biases, x, into, into, weights, sizes, *biases) == 2 * product
+    assert flops(input_gradient_in_tiles, rows, rows, into, into, sizes) == 2 * product
+    assert flops(sums_by_group, x, rows, sizes) == flops(sums_by_group, x, rows, sizes, into) == product
+    (read,) = read_hlo_text(HEADER + FOR_GPUS, mesh_of(ep=4, dp=1), None, 0.5).pallas_calls
+    assert read.grouped and read.flops == 2 * product and read.result_bytes == 0.5 * 3 * 256 * 16 * 2
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """Grouped products are those of each group alone, whatever the sizes of groups and the form."""
 
+import functools
 import itertools
 import os
 import pathlib
@@ -13,8 +14,10 @@ import numpy as np
 import pytest
 from support.traced_equations import equations
 
+from parallax.analysis.traced.trace import abstract_mesh
+from parallax.hardware.chips import GPU_TARGETS
 from parallax.model.experts import experts as experts_module
-from parallax.model.experts import grouped_kernel
+from parallax.model.experts import grouped_kernel, grouped_triton
 from parallax.model.experts.experts import ExpertKernels, HeldExperts
 from parallax.model.experts.grouped import FORMS, grouped_dot, grouped_sums, rows_of_block
 from parallax.model.products import Operand
@@ -50,12 +53,14 @@ def plain(x, w, dy, sizes):
     return y, dx, dw
 
 
-def with_gradients(x, w, dy, sizes, form):
-    def run(x, w, sizes):
-        dx = grouped_dot(dy, w, sizes, transposed=True, form=form)
-        return grouped_dot(x, w, sizes, form=form), dx, grouped_sums(x, dy, sizes, form=form)
+@functools.partial(jax.jit, static_argnums=4)
+def products(x, w, dy, sizes, form):
+    dx = grouped_dot(dy, w, sizes, transposed=True, form=form)
+    return grouped_dot(x, w, sizes, form=form), dx, grouped_sums(x, dy, sizes, form=form)
 
-    return jax.tree.map(np.asarray, jax.jit(run)(x, w, jnp.array(sizes)))
+
+def with_gradients(x, w, dy, sizes, form):
+    return jax.tree.map(np.asarray, products(x, w, dy, jnp.array(sizes), form))
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -75,16 +80,17 @@ def test_sums_are_added_to_others(form):
     assert np.abs(found - expected).max() <= ERROR * np.abs(expected).max()
 
 
-def test_bfloat16_is_summed_in_float32():
+@pytest.mark.parametrize("form", ["blocks", "triton"])
+def test_bfloat16_is_summed_in_float32(form):
     """Results are rounded to 8 bits, 2^-9; sums are not."""
     sizes = SIZES["uneven"]
-    found = with_gradients(*arrays(jnp.bfloat16), sizes, "blocks")
+    found = with_gradients(*arrays(jnp.bfloat16), sizes, form)
     assert {a.dtype for a in found} == {jnp.dtype(jnp.bfloat16)}
     for a, e in zip(found, plain(*arrays(jnp.bfloat16), sizes), strict=True):
         assert np.abs(np.float64(a) - e).max() <= 2**-8 * np.abs(e).max()
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", ["blocks", "ragged_dot"])
 @pytest.mark.parametrize(("operand", "gradient"), [("int8", "int8"), ("float8_e4m3fn", "float8_e5m2")])
 def test_operands_in_8_bits_are_multiplied_as_they_are(operand, gradient, form):
     """Numbers that all of these dtypes have: sums are exact."""
@@ -106,12 +112,51 @@ def test_operands_in_8_bits_are_multiplied_as_they_are(operand, gradient, form):
     assert y.dtype == jnp.bfloat16 and dx.dtype == jnp.float32
 
 
-def test_rows_that_are_not_in_use_reach_nothing():
+@pytest.mark.parametrize(("form", "spare"), {"blocks": rows_of_block(ROWS, 4), "triton": 0}.items())
+def test_rows_that_are_not_in_use_reach_nothing(form, spare):
     """Even where they are no numbers."""
     sizes, (x, w, dy) = SIZES["rows left over"], arrays()
-    x[sum(sizes) + rows_of_block(ROWS, 4) :] = np.nan
-    for a, e in zip(with_gradients(x, w, dy, sizes, "blocks"), with_gradients(*arrays(), sizes, "blocks")):
+    x[sum(sizes) + spare :] = np.nan
+    for a, e in zip(with_gradients(x, w, dy, sizes, form), with_gradients(*arrays(), sizes, form)):
         np.testing.assert_array_equal(a, e)
+
+
+def test_kernels_for_triton_refuse_8_bits():
+    x, w = Operand(jnp.ones((8, 16), jnp.int8), jnp.float32(1)), jnp.ones((2, 16, 16), jnp.int8)
+    with pytest.raises(ValueError, match="form='triton' multiplies no operands in int8; use 'blocks'"):
+        grouped_dot(x, Operand(w, jnp.float32(1)), jnp.array([4, 4]), form="triton")
+
+
+def test_an_unknown_form_is_refused():
+    (x, w, dy), sizes = arrays(), jnp.array(SIZES["even"])
+    for product, other in ((grouped_dot, w), (grouped_sums, dy)):
+        with pytest.raises(ValueError, match="form='tiles' is none of blocks, ragged_dot, triton"):
+            product(x, other, sizes, form="tiles")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "width", "chip", "form"),
+    [
+        ("bfloat16", 48, "NVIDIA H100", "pallas_call"),
+        ("bfloat16", 40, "NVIDIA H100", "scan"),  # no multiple of 16
+        ("float32", 48, "NVIDIA H100", "scan"),
+        ("bfloat16", 48, "TPU v5p", "ragged_dot_general"),
+    ],
+)
+def test_gpus_multiply_in_tiles_what_they_read_in_whole_lines(dtype, width, chip, form):
+    x, w = (jax.ShapeDtypeStruct(shape, dtype) for shape in ((256, 64), (4, 64, width)))
+    with jax.sharding.use_abstract_mesh(abstract_mesh({"dp": 1}, chip=chip)):
+        assert form in str(jax.make_jaxpr(grouped_dot)(x, w, jax.ShapeDtypeStruct((4,), "int32")))
+
+
+@pytest.mark.parametrize("chip", GPU_TARGETS)
+def test_tiles_fit_the_shared_memory_of_the_chip(chip):
+    """Of each of the reads that are under way, one of rows, and of matrices one, or those of gate and up."""
+    with jax.sharding.use_abstract_mesh(abstract_mesh({"dp": 1}, chip=chip)):
+        for matrices in (1, 2):
+            tile = grouped_triton.tile_of(16384, 8, 4096, 2048, products=matrices)
+            read_bytes = 2 * tile.inner * (tile.rows + matrices * tile.columns)
+            assert grouped_triton.STAGES * read_bytes < 1024 * (GPU_TARGETS[chip].shared_kib - 1)
 
 
 @pytest.mark.parametrize("rows", [1, 16, 1000, 4096])
@@ -128,10 +173,11 @@ def test_what_is_computed_grows_with_rows_not_with_groups(rows):
 
 @pytest.mark.fast(2)
 @pytest.mark.parametrize("with_biases", [False, True], ids=["no biases", "biases"])
-@pytest.mark.parametrize("by_kernels", [False, True], ids=["passes", "kernels"])
-def test_gated_experts_and_their_gradients_are_those_of_each_expert(by_kernels, with_biases, monkeypatch):
+@pytest.mark.parametrize("by", ["products", "has_kernel", "fits_triton"], ids=["apart", "for TPUs", "for GPUs"])
+def test_gated_experts_and_their_gradients_are_those_of_each_expert(by, with_biases, monkeypatch):
     """On rows that divide into blocks; Pallas interprets the kernels. Those after the last group are undefined."""
-    monkeypatch.setattr(experts_module, "has_kernel", lambda x: by_kernels)
+    if by != "products":
+        monkeypatch.setattr(experts_module, by, lambda *_: True)
     monkeypatch.setattr(grouped_kernel, "WIDEST_BLOCK", 128)
     rng, sizes, (into, wide) = np.random.default_rng(0), [41, 0, 128, 130], (160, 200)
     array = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)  # noqa: E731

@@ -20,7 +20,7 @@ from support.traced_equations import equations
 from parallax.analysis.traced.collectives import collectives
 from parallax.analysis.traced.trace import abstract_mesh
 from parallax.config.remat import saved_parts
-from parallax.model.experts import exchange_costs, grouped_kernel, ragged
+from parallax.model.experts import exchange_costs, grouped, grouped_kernel, ragged
 from parallax.model.experts import experts as experts_module
 from parallax.model.experts.exchange import EXCHANGE_FORMS, EXCHANGES, SENT_AGAIN, plain_exchange
 from parallax.model.experts.moe import MoE
@@ -501,16 +501,21 @@ def test_the_first_products_of_the_backward_pass_wait_for_shared_experts(monkeyp
     assert d_gate(0).any() and not d_gate(np.nan).any()
 
 
-@pytest.mark.slow
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("exchange", EXCHANGES)
-def test_kernels_for_gated_experts_give_the_same_layer(exchange, monkeypatch):
-    """Those that accelerators have, interpreted."""
+@pytest.mark.parametrize("platform", ["gpu", "tpu"])
+def test_kernels_of_accelerators_give_the_same_layer(platform, exchange, monkeypatch):
+    """Those for gated experts and, on GPUs, for all products of groups, interpreted."""
     layer = mixture(model=ROUTERS["shared"], exchange=exchange)
     (layouts, params), sent = declared(layer), arrays()
     expected = with_gradients(on_mesh(layer, layouts, dict(ep=2)), params, *sent)
-    monkeypatch.setattr(experts_module, "has_kernel", lambda x: x.unit is None)
-    monkeypatch.setattr(grouped_kernel, "BLOCK_ROWS", (8,))
-    monkeypatch.setattr(exchange_costs, "ROWS_STEP", 8)
+    if platform == "tpu":
+        monkeypatch.setattr(experts_module, "has_kernel", lambda x: x.unit is None)
+        monkeypatch.setattr(grouped_kernel, "BLOCK_ROWS", (8,))
+        monkeypatch.setattr(exchange_costs, "ROWS_STEP", 8)
+    else:
+        for module in (experts_module, grouped):
+            monkeypatch.setattr(module, "fits_triton", lambda x, *widths: x.unit is None)
     check(with_gradients(on_mesh(layer, layouts, dict(ep=2)), params, *sent), expected)
 
 

@@ -32,6 +32,7 @@ from parallax.config.sections import ModelConfig
 from parallax.errors import ConfigError
 from parallax.hardware.chips import Chip, chip
 from parallax.model.experts.experts import USUAL_LOAD
+from parallax.model.experts.grouped_kernel import GROUPED_SCOPE
 from parallax.model.experts.ragged import SENT
 from parallax.model.kernels.flops import kernel_flops
 from parallax.model.mask import WINDOW, order_in, window_in
@@ -721,7 +722,8 @@ def _is_kernel(op: Instruction) -> bool:
 
 
 def _is_grouped(op: Instruction) -> bool:
-    return op.name.startswith(GROUPED_KERNELS)
+    # XLA for GPU gives all Pallas calls one name.
+    return op.name.startswith(GROUPED_KERNELS) or (_is_kernel(op) and GROUPED_SCOPE in op.op_name.split("/"))
 
 
 def _matmul(shapes: Sequence[str]) -> str:

@@ -31,6 +31,7 @@ from parallax.model.experts.grouped_kernel import (
     has_kernel,
     input_gradient_by_group,
 )
+from parallax.model.experts.grouped_triton import fits_triton, gated_in_tiles, input_gradient_in_tiles
 from parallax.model.experts.rows import Rows, collect, dispatch, sort_rows, sums_of_tokens
 from parallax.model.lora import LORA_A, LORA_B, adapts, first_matrix
 from parallax.model.mlp import SWIGLU, Activation
@@ -316,10 +317,11 @@ class HeldExperts(NamedTuple):
 
     def gated(self, x: Operand, weights_R1: Array, sizes_E: Array) -> tuple[Array, Array, Array]:
         """Gate and up products of each row and `gated` of them, the input of down, all [R, U]."""
-        if has_kernel(x) and self.gate.adapter is None is self.up.adapter:
+        by_kernel = self._kernel_for(x, gated_by_group, gated_in_tiles)
+        if by_kernel is not None:
             kernels = self.gate.kernels, self.up.kernels
             biases = [] if self.gate.bias is None else [self.gate.bias, self.up.bias]
-            return gated_by_group(x.values, *kernels, weights_R1, sizes_E, self.activation, biases)
+            return by_kernel(x.values, *kernels, weights_R1, sizes_E, self.activation, biases)
         gate, up = (kernels.times(x, sizes_E) for kernels in (self.gate, self.up))
         return gate, up, gated(gate, up, weights_R1, self.activation).astype(gate.dtype)
 
@@ -334,9 +336,18 @@ class HeldExperts(NamedTuple):
     def input_gradients(self, d_gate_RU: Array, d_up_RU: Array, sizes_E: Array) -> tuple[Array, ...]:
         """One or two arrays [R, D]; their sum is the gradient of the rows."""
         pairs = (self.gate, self.gate.gradient(d_gate_RU)), (self.up, self.up.gradient(d_up_RU))
-        if has_kernel(pairs[0][1]) and self.gate.adapter is None is self.up.adapter:
-            return (input_gradient_by_group(d_gate_RU, d_up_RU, self.gate.kernels, self.up.kernels, sizes_E),)
+        by_kernel = self._kernel_for(pairs[0][1], input_gradient_by_group, input_gradient_in_tiles)
+        if by_kernel is not None:
+            return (by_kernel(d_gate_RU, d_up_RU, self.gate.kernels, self.up.kernels, sizes_E),)
         return tuple(kernels.times(d, sizes_E, transposed=True) for kernels, d in pairs)
+
+    def _kernel_for(self, x: Operand, for_tpus: Callable, for_gpus: Callable) -> Callable | None:
+        """The kernel for gated experts that multiplies these rows; None if they are multiplied by products apart."""
+        if self.gate.adapter is not None or self.up.adapter is not None:
+            return None
+        if has_kernel(x):
+            return for_tpus
+        return for_gpus if fits_triton(x, *self.gate.kernels.shape[1:]) else None
 
     def with_gradients(self, sums: Iterable[KernelSums], most: Iterable[tuple]) -> "HeldExperts":
         """Their gradients; `most` has the largest magnitudes of each product's input and of its result's gradient."""

@@ -5,8 +5,9 @@ at the end. What comes out: each row times its group's matrix (`grouped_dot`), o
 products (`grouped_sums`), which is the gradient of its matrix. No expert computes rows of another. A vector of each
 group, as a bias, is given to its rows by `grouped_rows`.
 
-"blocks", in this file, is a loop over blocks of rows in plain JAX, for CPUs and GPUs; "ragged_dot" is XLA's product and
-kernels for TPUs: parallax/model/experts/grouped_kernel.py. Tests hold both to products of each group alone.
+"blocks", in this file, is a loop over blocks of rows in plain JAX, for CPUs, and for GPUs what their kernels do not
+take; "triton" are kernels for GPUs: parallax/model/experts/grouped_triton.py; "ragged_dot" is XLA's product and kernels
+for TPUs: parallax/model/experts/grouped_kernel.py. Tests hold all to products of each group alone.
 """
 
 from typing import Any
@@ -15,11 +16,13 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from parallax.model.experts.grouped_kernel import ragged_dot, ragged_sums
+from parallax.model.experts.grouped_triton import fits_triton, rows_by_group, sums_by_group
+from parallax.model.experts.rows import blocks_of_groups
 from parallax.model.products import Operand, multiplied
 from parallax.sharding.collectives import as_varying, vary_alike, varying_axes
 from parallax.sharding.platform import platform_planned, platform_traced
 
-FORMS = ("blocks", "ragged_dot")
+FORMS = ("blocks", "ragged_dot", "triton")
 LEAST_ROWS = 8
 # The most rows of a block, and the fewest blocks of a group of even size. GPUs need large products, and each block
 # copies its group's matrix, or is added to sums in memory: on one H100, 16,384 rows of 2048 to 8 groups of 4096 took
@@ -42,8 +45,9 @@ def grouped_dot(
     this dtype, or x's; sums are float32. For operands in 8 bits sums are int32 or float32. No communication.
 
     The first `sizes_E[0]` rows are of group 0, the next ones of group 1. Rows after the last group give 0. `form` is
-    "blocks" or "ragged_dot", with equal results; by default the faster one: ragged_dot on TPUs, which have a kernel for
-    it. On CPUs and GPUs XLA turns it into products of all rows with all matrices.
+    one of FORMS, with equal results. By default it is the fastest: "ragged_dot" on TPUs, which have a kernel for it;
+    elsewhere XLA turns that into products of all rows with all matrices. On GPUs "triton" if the rows are in 16 bits
+    and dims are multiples of 16, else, and on CPUs, "blocks". ValueError for another form, or "triton" of 8 bits.
 
     >>> x, w = jnp.ones((3, 2)), jnp.stack([jnp.ones((2, 1)), 2 * jnp.ones((2, 1))])
     >>> grouped_dot(x, w, jnp.array([1, 1])).tolist()
@@ -51,8 +55,11 @@ def grouped_dot(
     """
     x, w = (array if isinstance(array, Operand) else Operand(array, None) for array in (x_NI, w_EIO))
     x, w, sizes_E = vary_alike((x, w, sizes_E.astype(jnp.int32)))
-    product = _dot_in_blocks if _is_in_blocks(form) else ragged_dot
-    return product(x, w, sizes_E, transposed, dtype or x.values.dtype)
+    form, dtype = _form_of(form, x, *w.values.shape[1:]), dtype or x.values.dtype
+    if form == "triton":
+        return rows_by_group([x.values], [w.values], sizes_E, transposed=transposed, dtype=dtype)
+    product = _dot_in_blocks if form == "blocks" else ragged_dot
+    return product(x, w, sizes_E, transposed, dtype)
 
 
 def grouped_sums(
@@ -66,7 +73,8 @@ def grouped_sums(
     [[[1.0]], [[2.0]]]
     """
     arrays = vary_alike((x_NI, y_NO, sizes_E.astype(jnp.int32), others_EIO))
-    sums = _sums_in_blocks if _is_in_blocks(form) else ragged_sums
+    form = _form_of(form, Operand(x_NI, None), x_NI.shape[1], y_NO.shape[1])
+    sums = {"blocks": _sums_in_blocks, "ragged_dot": ragged_sums, "triton": sums_by_group}[form]
     return sums(*arrays).astype(x_NI.dtype)
 
 
@@ -97,8 +105,17 @@ def _is_of_group(sizes_E: Array, rows: int) -> Array:
     return (row >= (ends_E - sizes_E)[None]) & (row < ends_E[None])
 
 
-def _is_in_blocks(form: str | None) -> bool:
-    return form == "blocks" if form else platform_planned() not in ("tpu", "")
+def _form_of(form: str | None, x: Operand, *widths: int) -> str:
+    """This form, or the fastest one for rows and matrices of these dims on the platform for which they are traced."""
+    if form is not None and form not in FORMS:
+        raise ValueError(f"form={form!r} is none of {', '.join(FORMS)}")
+    if form == "triton" and x.unit is not None:
+        raise ValueError(f"form='triton' multiplies no operands in {x.values.dtype.name}; use 'blocks'")
+    if form is not None:
+        return form
+    if platform_planned() in ("tpu", ""):
+        return "ragged_dot"
+    return "triton" if fits_triton(x, *widths) else "blocks"
 
 
 def rows_of_block(rows: int, groups: int) -> int:
@@ -137,7 +154,7 @@ def _dot_in_blocks(x: Operand, w: Operand, sizes_E: Array, transposed: bool, dty
         return lax.dynamic_update_slice_in_dim(y_NA, y, first, 0), None
 
     start = as_varying(jnp.zeros((rows + size, width), dtype), varying_axes(x.values))
-    y_NA, _ = lax.scan(step, start, _blocks(sizes_E, rows, size))
+    y_NA, _ = lax.scan(step, start, blocks_of_groups(sizes_E, rows, size))
     return jnp.where((jnp.arange(rows) < sizes_E.sum())[:, None], y_NA[:rows], 0)
 
 
@@ -155,19 +172,4 @@ def _sums_in_blocks(x_NI: Array, y_NO: Array, sizes_E: Array, others_EIO: Array 
     shape = len(sizes_E), x_NI.shape[1], y_NO.shape[1]
     start = jnp.zeros(shape, jnp.float32) if others_EIO is None else others_EIO.astype(jnp.float32)
     start = as_varying(start, varying_axes(x_NI))
-    return lax.scan(step, start, _blocks(sizes_E, rows, size))[0]
-
-
-def _blocks(sizes_E: Array, rows: int, size: int) -> tuple[Array, Array, Array]:
-    """For each block its group, its first row and the number of rows of its group. There are as many blocks as may be
-    needed; unused ones begin after all rows."""
-    count = (rows + len(sizes_E) * (size - 1)) // size
-    needed_E = -(-sizes_E // size)
-    last_E, ends_E = jnp.cumsum(needed_E), jnp.cumsum(sizes_E)
-    number = jnp.arange(count)
-    group = (number[:, None] >= last_E[None]).sum(axis=1)
-    is_needed = group < len(sizes_E)
-    group = jnp.minimum(group, len(sizes_E) - 1)
-    first = (ends_E - sizes_E)[group] + (number - (last_E - needed_E)[group]) * size
-    rows_of_group = jnp.clip(ends_E[group] - first, 0, size)
-    return group, jnp.where(is_needed, first, rows), jnp.where(is_needed, rows_of_group, 0)
+    return lax.scan(step, start, blocks_of_groups(sizes_E, rows, size))[0]

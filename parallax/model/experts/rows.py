@@ -43,6 +43,25 @@ def _filled_up(chosen: Array, sizes_E: Array, unit: int) -> tuple[Array, Array]:
     return jnp.concatenate([chosen, spare]), sizes_E + spare_E
 
 
+def blocks_of_groups(sizes_E: Array, rows: int, size: int) -> tuple[Array, Array, Array]:
+    """Blocks of `size` of the rows, each of one group: for each its group, its first row and the number of rows of its
+    group. There are as many as may be needed; unused ones begin after all rows.
+
+    >>> [table.tolist() for table in blocks_of_groups(jnp.array([3, 0, 1]), 5, size=2)]
+    [[0, 0, 2, 2], [0, 2, 3, 5], [2, 1, 1, 0]]
+    """
+    count = (rows + len(sizes_E) * (size - 1)) // size
+    needed_E = -(-sizes_E // size)
+    last_E, ends_E = jnp.cumsum(needed_E), jnp.cumsum(sizes_E)
+    number = jnp.arange(count)
+    group = (number[:, None] >= last_E[None]).sum(axis=1)
+    is_needed = group < len(sizes_E)
+    group = jnp.minimum(group, len(sizes_E) - 1)
+    first = (ends_E - sizes_E)[group] + (number - (last_E - needed_E)[group]) * size
+    rows_of_group = jnp.clip(ends_E[group] - first, 0, size)
+    return group, jnp.where(is_needed, first, rows), jnp.where(is_needed, rows_of_group, 0)
+
+
 @jax.custom_vjp
 def dispatch(x_ND: Array, rows: Rows) -> Array:
     """Each row's token, [R, D]; its transpose is `collect`. Rows that are not in use get an arbitrary token."""
