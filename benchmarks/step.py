@@ -31,7 +31,7 @@ MATMUL_TIMES = 4
 def main() -> None:
     smallest = {"config": "tiny_gqa", "meshes": ["1,1,1"], "steps": 1, "microbatches": 1, "matmul": 256}
     parser = Arguments(description=__doc__, smallest=smallest)
-    parser.add_argument("--config", default="bench_small", choices=WORKS)
+    parser.add_argument("--config", default="bench_small", choices=(*WORKS, "quickstart"))
     parser.add_argument("--meshes", nargs="+", type=mesh_sizes, default=["1,1,1", "1,4,2", "2,2,2"], metavar="PP,DP,TP")
     parser.add_argument("--steps", type=whole_number, default=4)
     parser.add_argument("--remat", default="none", choices=["none", "layer", "stage"])
@@ -86,6 +86,8 @@ def prepare(config_name: str, mesh: str, *, remat: str, policy: str, microbatche
     pp, dp, tp = map(int, mesh.split(","))
     px.simulate_devices(pp * dp * tp)
     config = config_of(config_name)
+    if config.data.tokenizer == "bpe":
+        config.model.vocab = config.data.bpe_vocab
     config.mesh.pp, config.mesh.dp, config.mesh.tp, config.mesh.simulate = pp, dp, tp, pp * dp * tp
     config.pipeline.remat, config.data_parallel.policy = remat, policy
     config.pipeline.microbatches = microbatches

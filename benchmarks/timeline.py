@@ -6,10 +6,12 @@ Needs the TPU compiler, pip install -e '.[tpu]'. Rows are those of benchmarks/ov
 as the compiler estimates its cycles, messages as long as their bytes take over their links, kernels at the share of
 peak that --kernels says. Each step is drawn whole, and below it a turn of each loop over layers, or over the ticks of
 a pipeline whose stages are single layers. The slowest rank of a pipeline runs a pass in a part of the ticks; the whole
-step has it in each of them, shorter by that part.
+step has it in each of them, shorter by that part, and an average rank waits for others in a part of that.
 """
 
 import argparse
+import shlex
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -25,26 +27,29 @@ def main() -> None:
     parser.add_argument("--topology", default="v5e:4x4")
     parser.add_argument("--rows", nargs="+", type=int, default=[0, 12], help="rows of benchmarks/overlap.py")
     parser.add_argument("--kernels", type=float, default=KERNEL_EFFICIENCY, help="share of peak that kernels reach")
+    parser.add_argument("--names", nargs="+", default=[], help="names of these rows in the picture")
     parser.add_argument("--svg", help="a file for the picture")
     args = parser.parse_args()
     if wrong := [row for row in args.rows if not 0 <= row < len(ROWS[args.config])]:
         parser.error(f"--rows {wrong[0]}: {args.config} has rows 0 to {len(ROWS[args.config]) - 1}")
+    if args.names and len(args.names) != len(args.rows):
+        parser.error(f"--names: {len(args.names)} names for {len(args.rows)} rows; write one for each")
     devices = absent_devices(args.topology)
     from timeline_picture import in_milliseconds, picture  # here, since --help needs no JAX
 
-    steps = [compiled_step(args, devices, row) for row in args.rows]
+    names = args.names or [f"row {row}" for row in args.rows]
+    steps = [compiled_step(args, devices, row, name) for row, name in zip(args.rows, names, strict=True)]
     for step in steps:
         print(f"{step.words}: {step.changes}")
         for strip in (step.step, *step.turns):
             print(f"  {in_milliseconds(strip)}")
     if args.svg:
-        rows = " ".join(map(str, args.rows))
-        flags = f"--config {args.config} --topology {args.topology} --rows {rows} --kernels {args.kernels:g}"
         words = f"A step of {args.config} on {args.topology}, as compiled"
-        Path(args.svg).write_text(picture(words, f"python benchmarks/timeline.py {flags}", steps), encoding="utf-8")
+        command = shlex.join(["python", "benchmarks/timeline.py", *sys.argv[1:]])
+        Path(args.svg).write_text(picture(words, command, steps), encoding="utf-8")
 
 
-def compiled_step(args: argparse.Namespace, devices: list, number: int) -> Any:
+def compiled_step(args: argparse.Namespace, devices: list, number: int, name: str) -> Any:
     """The timeline of a row."""
     from timeline_picture import drawn
 
@@ -55,7 +60,7 @@ def compiled_step(args: argparse.Namespace, devices: list, number: int) -> Any:
     read, flops = compiled_row(args.config, devices, row)
     time = step_time(read, where, flops, kernel_efficiency=args.kernels)
     clock = Clock(read.mesh, where, "bfloat16", lockstep=True, kernel_efficiency=args.kernels)
-    words = f"row {number}: {1e3 * time.total_secs:.0f} ms, MFU {time.mfu:.1%}"
+    words = f"{name}: {1e3 * time.total_secs:.0f} ms, MFU {100 * time.mfu:.1f} %"
     return drawn(clock, read.timeline, words, "as configured" if row == ROWS[args.config][0] else title(row))
 
 

@@ -1,11 +1,14 @@
 """When a device computes, sends and waits in a compiled step, as bars and as a picture: see timeline.py."""
 
+import itertools
 import math
-from collections import defaultdict
-from collections.abc import Iterator
-from html import escape
+import operator
+import textwrap
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
+from docs.shapes import EMPTY, INK, PAPER, SOFT, line, page, text
 from parallax.analysis.compiled.program import (
     BranchEvent,
     CompiledCollective,
@@ -21,27 +24,29 @@ from parallax.analysis.planned.step_time import Clock
 from parallax.config.sections import ATTENTION
 from parallax.pipeline import BACKWARD, FORWARD, WEIGHTS
 
-COMPUTES, SENDS, WAITS = "computes", "sends over ", "waits"
+COMPUTES, SENDS, WAITS, TOGETHER = "computes", "sends over ", "waits", "together"
 # The palette of Okabe and Ito, which colour-blind people can tell apart.
-PRODUCT, OTHER, KERNEL, WAIT, BEHIND = "#0072b2", "#56b4e9", "#e69f00", "#d00000", "#fbe3e3"
+PRODUCT, OTHER, KERNEL, WAIT, IDLE, BEHIND = "#0072b2", "#56b4e9", "#e69f00", "#d00000", "#f0e442", "#fbe3e3"
 AXES = {"pp": "#cc79a7", "dp": "#009e73", "tp": "#8c6bb1"}
 OTHER_AXES = "#777777"
-INK, SOFT, LANE, PAPER = "#1d2126", "#5c6670", "#f1f3f4", "#ffffff"
 LEGEND = {
     PRODUCT: "products, and what is fused with them",
     OTHER: "other compute",
     KERNEL: "attention kernels",
     **{colour: f"messages over {axis}" for axis, colour in AXES.items()},
     OTHER_AXES: "messages over other axes, or over several",
-    WAIT: "waits: nothing is computed until a message has come",
+    WAIT: "waits for a message",
+    IDLE: "pipeline bubble: waits for other ranks",
 }
+SPENT = {PRODUCT: "products", OTHER: "other compute", KERNEL: "attention kernels", WAIT: "waits", IDLE: "bubble"}
 DARK = (PRODUCT, WAIT, AXES["dp"], AXES["tp"], OTHER_AXES)  # on which text is white
-WIDTH, LEFT, RIGHT, TURNS_APART = 1080, 112, 18, 24
-ROW, GAP, BELOW = 18, 3, 46  # heights of a lane, of what is between two, and of an axis
-LETTER = 5.2  # width of a label's letter
+WIDTH, LEFT, RIGHT, TURNS_APART = 800, 126, 14, 26  # a page's column is as wide: texts are shown as large as they are
+LANE, GAP, LINE = 20, 3, 16  # heights of a lane, of what is between two, and of a line of text
+LETTER = 0.6  # width of a letter over its size, in DejaVu Sans, which is wider than Helvetica
+SMALL = 11  # size of what stands on bars and beside axes
 PASSES = {FORWARD: "forward", BACKWARD: "backward", WEIGHTS: "weight gradients"}  # also those of a joint pass
 NEAR = 0.5  # bars of a colour that are nearer to each other are one, and none is narrower
-LEAST_WAIT = 2  # that has a label
+LEAST_WAIT, MOST_WAITS = 2, 6  # pixels of a wait that has a label, and of how many the longest have one
 MOST_TICKS = 10  # of a time axis
 
 
@@ -73,11 +78,11 @@ class Drawn(NamedTuple):
 
 
 def drawn(clock: Clock, timeline: list, words: str, changes: str) -> Drawn:
-    step = Strip("a step", list(bars_of(clock, timeline)), total(clock, timeline))
+    step = Strip("a step", bars_of(clock, timeline), total(clock, timeline))
     turns = [
         Strip(
             f"{passes(loop.body)}, one of {loop.trips * times} turns",
-            list(bars_of(clock, loop.body)),
+            bars_of(clock, loop.body),
             total(clock, loop.body),
         )
         for loop, times in layer_loops(whole(timeline))
@@ -96,41 +101,74 @@ def total(clock: Clock, events: list) -> float:
     return sum(clock.run(events).values())
 
 
+def spent_secs(strip: Strip) -> dict[str, float]:
+    """Seconds by colour of what is not sent beside something else."""
+    spent: Counter = Counter()
+    for bar in strip.bars:
+        if not bar.lane.startswith(SENDS):
+            spent[bar.colour] += bar.end - bar.start
+    return {colour: spent[colour] for colour in SPENT if colour in spent}
+
+
 def in_milliseconds(strip: Strip) -> str:
-    waits = sum(bar.end - bar.start for bar in strip.bars if bar.lane == WAITS)
-    return f"{strip.words}: {1e3 * strip.secs:.1f} ms, of which waits {1e3 * waits:.1f}"
+    """What its time went into."""
+    parts = ", ".join(f"{SPENT[colour]} {1e3 * secs:.1f}" for colour, secs in spent_secs(strip).items())
+    return f"{strip.words}, {1e3 * strip.secs:.1f} ms: {parts}"
+
+
+def together(strip: Strip) -> list[Bar]:
+    """Bars for what its time went into, one after the other."""
+    ends = itertools.accumulate((spent := spent_secs(strip)).values())
+    return [
+        Bar(TOGETHER, colour, end - secs, end, f"{1e3 * secs:.0f}")
+        for (colour, secs), end in zip(spent.items(), ends, strict=True)
+    ]
 
 
 # ---- what happens when
 
 
-def bars_of(clock: Clock, events: list, start: float = 0.0, scale: float = 1.0) -> Iterator[Bar]:
-    """The bars of a timeline, loops turn by turn; sides of branches are shorter by the share of runs that take them."""
+def bars_of(clock: Clock, events: list) -> list[Bar]:
+    """The bars of a timeline, loops turn by turn. A branch is as long as on the slowest rank, if the clock runs in
+    lockstep; in the part of it that an average rank does not take, that rank waits for others."""
     sent: dict[str, str] = {}
+    bars: list[Bar] = []
     for timed in clock.times(events):
-        event, begin, end = timed.event, start + scale * timed.start, start + scale * timed.end
+        event, begin, end = timed.event, timed.start, timed.end
         if isinstance(event, CompiledCollective):
             axes = "+".join(event.axes)
             sent[event.op] = f"{event.kind} {module_path(event.source)}".strip()
-            yield Bar(SENDS + axes, AXES.get(axes, OTHER_AXES), begin, end, sent[event.op])
+            bars.append(Bar(SENDS + axes, AXES.get(axes, OTHER_AXES), begin, end, sent[event.op]))
         elif isinstance(event, LoopEvent):
-            for turn in range(event.trips):
-                yield from bars_of(clock, event.body, begin + turn * (end - begin) / event.trips, scale)
+            turn = bars_of(clock, event.body)
+            for number in range(event.trips):
+                bars += _placed(turn, begin + number * (end - begin) / event.trips)
         elif isinstance(event, BranchEvent):
-            yield from _sides(clock, event, begin, scale)
+            bars += _placed(_sides(clock, event), begin)
         elif isinstance(event, End) and end > begin:
-            yield Bar(WAITS, WAIT, begin, end, sent[event.op])
+            bars.append(Bar(WAITS, WAIT, begin, end, sent[event.op]))
         elif isinstance(event, Kernel):
-            yield Bar(COMPUTES, KERNEL if timed.spent.get(ATTENTION) else OTHER, begin, end)
+            bars.append(Bar(COMPUTES, KERNEL if timed.spent.get(ATTENTION) else OTHER, begin, end))
         elif isinstance(event, Compute):
-            yield Bar(COMPUTES, PRODUCT if event.product else OTHER, begin, end, event.module)
+            bars.append(Bar(COMPUTES, PRODUCT if event.product else OTHER, begin, end, event.module))
+    return bars
 
 
-def _sides(clock: Clock, branch: BranchEvent, start: float, scale: float) -> Iterator[Bar]:
-    for share, side in zip(branch.lockstep, branch.sides, strict=True):
+def _placed(bars: Iterable[Bar], start: float, scale: float = 1.0) -> Iterator[Bar]:
+    return (bar._replace(start=start + scale * bar.start, end=start + scale * bar.end) for bar in bars)
+
+
+def _sides(clock: Clock, branch: BranchEvent) -> Iterator[Bar]:
+    secs = [total(clock, side) for side in branch.sides]
+    slowest, average = (sum(map(operator.mul, shares, secs)) for shares in (branch.lockstep, branch.average))
+    is_average = not clock.lockstep or average < slowest
+    start = 0.0
+    for share, side, of_side in zip(branch.average if is_average else branch.lockstep, branch.sides, secs, strict=True):
         if share:
-            yield from bars_of(clock, side, start, scale * share)
-            start += scale * share * total(clock, side)
+            yield from _placed(bars_of(clock, side), start, share)
+            start += share * of_side
+    if clock.lockstep and average < slowest:
+        yield Bar(WAITS, IDLE, start, slowest)
 
 
 def whole(events: list) -> list:
@@ -171,73 +209,110 @@ def _is_attention(event: object) -> bool:
 # ---- the picture
 
 
+class Block(NamedTuple):
+    """A part of the picture, and where the next one may begin."""
+
+    parts: list[str]
+    bottom: float
+
+
 def picture(words: str, command: str, steps: list[Drawn]) -> str:
-    """SVG of steps below each other, all at one scale, and turns of their loops at another."""
-    across = WIDTH - LEFT - RIGHT
-    step_scale = across / max(step.step.secs for step in steps)
-    turn_scale = min(map(_turn_scale, steps), default=0.0)
-    parts = [_text(16, 26, words, size=16, more="font-weight='bold'"), *_legend(steps)]
-    y = 84.0
+    """SVG of steps below each other, all at one scale, and turns of their loops, which fill the width."""
+    head = text(16, 26, words, size=16, more="font-weight='bold'")
+    legend = _legend({bar.colour for step in steps for bar in step.step.bars}, 48)
+    parts, y = [head, *legend.parts], legend.bottom
+    longest = max(step.step.secs for step in steps)
     for step in steps:
-        lanes = lanes_of(step.step.bars)
-        parts.append(_text(16, y, step.words, size=13, more="font-weight='bold'"))
-        parts.append(_text(16, y + 17, step.changes, fill=SOFT))
-        parts += _strips([step.step], lanes, y + 28, step_scale)
-        y += 28 + len(lanes) * (ROW + GAP) + BELOW
-        if step.turns:
-            parts += _strips(step.turns, lanes, y, turn_scale, labels=True)
-            y += len(lanes) * (ROW + GAP) + BELOW
-        y += 22
-    parts.append(_text(16, y, command, size=10, fill=SOFT))
-    size = f"width='{WIDTH}' height='{y + 12:.0f}' viewBox='0 0 {WIDTH} {y + 12:.0f}'"
-    head = f"<svg xmlns='http://www.w3.org/2000/svg' {size} font-family='Helvetica, Arial, sans-serif' font-size='11'>"
-    return "\n".join([head, f"<rect width='100%' height='100%' fill='{PAPER}'/>", *parts, "</svg>\n"])
+        block = _step(step, longest, y + 26)
+        parts, y = parts + block.parts, block.bottom
+    last = _lines(command, 16, y + 26, WIDTH - 32, size=SMALL)
+    spoken = "; ".join(f"{step.words}: {step.changes}: {in_milliseconds(step.step)}" for step in steps)
+    return page(WIDTH, last.bottom, parts + last.parts, font=12, title=words, words=spoken)
 
 
-def _turn_scale(step: Drawn) -> float:
-    """Pixels of a second with which the turns of a step fill the picture's width."""
-    across = WIDTH - LEFT - RIGHT - TURNS_APART * (len(step.turns) - 1)
-    return across / sum(turn.secs for turn in step.turns) if step.turns else math.inf
+def letters(words: str, size: int) -> float:
+    """Pixels that a text takes."""
+    return LETTER * size * len(words)
+
+
+def _lines(words: str, x: float, y: float, width: float, size: int = 12) -> Block:
+    """A text in lines that are not wider."""
+    lines = textwrap.wrap(words, max(int(width / letters("m", size)), 1), break_long_words=False)
+    parts = [text(x, y + place * LINE, part, size=size, fill=SOFT) for place, part in enumerate(lines)]
+    return Block(parts, y + len(lines) * LINE)
+
+
+def _legend(used: set[str], y: float) -> Block:
+    """The colours that occur."""
+    parts, x = [], 16.0
+    for colour, words in LEGEND.items():
+        if colour in used:
+            width = 36 + letters(words, 12)
+            if x + width > WIDTH:
+                x, y = 16.0, y + 18
+            parts += [_boxes(colour, [(x, y - 10, 12, 12)]), text(x + 18, y, words)]
+            x += width
+    return Block(parts, y)
+
+
+def _step(step: Drawn, longest: float, y: float) -> Block:
+    """A step's words, the whole of it, and its turns."""
+    lanes, across = lanes_of(step.step.bars), WIDTH - LEFT - RIGHT
+    words = _lines(step.changes, 16, y + LINE + 2, WIDTH - 32)
+    in_all = step.step._replace(bars=step.step.bars + together(step.step))
+    whole_step = _strips([in_all], [*lanes, TOGETHER], words.bottom, across / longest, longest)
+    parts = [text(16, y, step.words, size=13, more="font-weight='bold'"), *words.parts, *whole_step.parts]
+    if not step.turns:
+        return Block(parts, whole_step.bottom)
+    scale = (across - TURNS_APART * (len(step.turns) - 1)) / sum(turn.secs for turn in step.turns)
+    turns = _strips(step.turns, lanes, whole_step.bottom + 4, scale)
+    return Block(parts + turns.parts, turns.bottom)
 
 
 def lanes_of(bars: list[Bar]) -> list[str]:
     return [COMPUTES, *sorted({bar.lane for bar in bars if bar.lane.startswith(SENDS)}), WAITS]
 
 
-def _legend(steps: list[Drawn]) -> Iterator[str]:
-    """The colours that occur."""
-    used, x = {bar.colour for step in steps for bar in step.step.bars}, 16.0
-    for colour, words in LEGEND.items():
-        if colour in used:
-            yield _path(colour, [(x, 38, 12, 12)])
-            yield _text(x + 17, 48, words)
-            x += 40 + LETTER * len(words)
+def _strips(strips: list[Strip], lanes: list[str], top: float, scale: float, longest: float = 0.0) -> Block:
+    """Stretches of time beside each other; labelled if no `longest` says that others follow at the same scale."""
+    parts = [
+        text(LEFT - 8, top + place * (LANE + GAP) + 14, lane, anchor="end", fill=SOFT)
+        for place, lane in enumerate(lanes)
+    ]
+    starts = [LEFT + sum(strip.secs * scale + TURNS_APART for strip in strips[:n]) for n in range(len(strips))]
+    bottom = top + len(lanes) * (LANE + GAP) - GAP
+    labels = _labels_of_waits(strips, starts, scale, bottom) if not longest else Block([], bottom)
+    below = labels.bottom
+    for strip, x in zip(strips, starts, strict=True):
+        parts += _strip(strip, lanes, x, top, scale, labelled=not longest)
+        parts += _axis(x, labels.bottom + 4, longest or strip.secs, scale)
+        said = in_milliseconds(strip._replace(bars=[bar for bar in strip.bars if bar.lane != TOGETHER]))
+        words = _lines(said, x, labels.bottom + 35, (longest or strip.secs) * scale)
+        parts, below = parts + words.parts, max(below, words.bottom)
+    parts.append(text(LEFT - 8, labels.bottom + 19, "milliseconds", size=SMALL, anchor="end", fill=SOFT))
+    return Block(parts + labels.parts, below)
 
 
-def _strips(strips: list[Strip], lanes: list[str], top: float, scale: float, *, labels: bool = False) -> Iterator[str]:
-    """Stretches of time beside each other, with the names of their lanes."""
-    for place, lane in enumerate(lanes):
-        yield _text(LEFT - 8, top + place * (ROW + GAP) + 13, lane, anchor="end", fill=SOFT)
-    x = float(LEFT)
-    for strip in strips:
-        yield from _strip(strip, lanes, x, top, scale)
-        if labels:
-            yield from _labels(strip.bars, lanes, x, top, scale)
-        x += strip.secs * scale + TURNS_APART
-
-
-def _strip(strip: Strip, lanes: list[str], x: float, top: float, scale: float) -> Iterator[str]:
-    """The lanes of a stretch of time, with red behind its waits, and an axis in milliseconds."""
-    width, bottom = strip.secs * scale, top + len(lanes) * (ROW + GAP) - GAP
-    yield _path(LANE, [(x, top + place * (ROW + GAP), width, ROW) for place, _ in enumerate(lanes)])
+def _strip(strip: Strip, lanes: list[str], x: float, top: float, scale: float, *, labelled: bool) -> Iterator[str]:
+    """The lanes of a stretch of time; if labelled, with names on bars and red behind its waits."""
+    width, height = strip.secs * scale, len(lanes) * (LANE + GAP) - GAP
+    yield _boxes(EMPTY, [(x, top + place * (LANE + GAP), width, LANE) for place, _ in enumerate(lanes)])
     shades: dict[tuple[str, str], list[Bar]] = defaultdict(list)
     for bar in sorted(strip.bars, key=lambda bar: bar.start):
         shades[bar.lane, bar.colour].append(bar)
-    yield _path(BEHIND, [_box(bar, x, top, scale, bottom - top) for bar in _joined(shades[WAITS, WAIT], scale)])
+    if labelled:
+        yield _boxes(BEHIND, [_box(bar, x, top, scale, height) for bar in _joined(shades[WAITS, WAIT], scale)])
     for (lane, colour), bars in shades.items():
-        y = top + lanes.index(lane) * (ROW + GAP)
-        yield _path(colour, [_box(bar, x, y, scale, ROW) for bar in _joined(bars, scale)])
-    yield from _axis(strip, x, bottom + 3, width, scale)
+        y = top + lanes.index(lane) * (LANE + GAP)
+        yield _boxes(colour, [_box(bar, x, y, scale, LANE) for bar in _joined(bars, scale)])
+        for bar in bars:
+            if (
+                (labelled or lane == TOGETHER)
+                and lane != WAITS
+                and letters(bar.label, SMALL) < (bar.end - bar.start) * scale - 4
+            ):
+                middle, fill = x + (bar.start + bar.end) / 2 * scale, PAPER if colour in DARK else INK
+                yield text(middle, y + 14, bar.label, size=SMALL, fill=fill, anchor="middle")
 
 
 def _box(bar: Bar, x: float, y: float, scale: float, height: float) -> tuple[float, float, float, float]:
@@ -255,32 +330,40 @@ def _joined(bars: list[Bar], scale: float) -> list[Bar]:
     return joined
 
 
-def _labels(bars: list[Bar], lanes: list[str], x: float, top: float, scale: float) -> Iterator[str]:
-    """What bars are, where there is room: on a bar, and beside a wait."""
-    free = x
-    for bar in bars:
-        y, start, end = top + lanes.index(bar.lane) * (ROW + GAP) + 13, x + bar.start * scale, x + bar.end * scale
-        if bar.lane == WAITS and end - start > LEAST_WAIT:
-            label = f"{1e3 * (bar.end - bar.start):.2f} ms for {bar.label}"
-            width = LETTER * len(label) + 4
-            if free < end < WIDTH - width:
-                yield _text(end + 4, y, label, size=10, fill=WAIT)
-                free = end + width
-            elif free < start - width:
-                yield _text(start - 4, y, label, size=10, fill=WAIT, anchor="end")
-        elif bar.lane != WAITS and LETTER * len(bar.label) < end - start - 4:
-            colour = PAPER if bar.colour in DARK else INK
-            yield _text((start + end) / 2, y, bar.label, size=10, fill=colour, anchor="middle")
+def _labels_of_waits(strips: list[Strip], starts: list[float], scale: float, top: float) -> Block:
+    """What the longest waits are for, in rows below their lane, each with a line to its wait; where none has room for
+    it, nothing."""
+    waits = [(bar, x) for strip, x in zip(strips, starts, strict=True) for bar in strip.bars if bar.colour == WAIT]
+    waits = [(bar, x) for bar, x in waits if (bar.end - bar.start) * scale > LEAST_WAIT]
+    waits = sorted(waits, key=lambda wait: wait[0].start - wait[0].end)[:MOST_WAITS]
+    parts, taken, rows = [], [], 0  # rows and pixels of labels and of the lines to them
+    for bar, x in waits:
+        label = f"{1e3 * (bar.end - bar.start):.2f} ms: {bar.label}"
+        place = x + (bar.start + bar.end) / 2 * scale
+        width = letters(label, SMALL) + 8
+        for left, row in itertools.product((place, place - width), range(MOST_WAITS)):
+            needs = [(row, left, left + width), *((above, place - 4, place + 4) for above in range(row))]
+            if left >= LEFT and left + width <= WIDTH and not _overlap(needs, taken):
+                taken, rows, y = taken + needs, max(rows, row + 1), top + (row + 1) * LINE - 2
+                parts.append(line(place, top, place, y, WAIT, 1))
+                anchor = "start" if left == place else "end"
+                parts.append(text(place + 4 - 8 * (left < place), y, label, size=SMALL, fill=WAIT, anchor=anchor))
+                break
+    return Block(parts, top + rows * LINE)
 
 
-def _axis(strip: Strip, x: float, y: float, width: float, scale: float) -> Iterator[str]:
-    step = tick_secs(strip.secs)
-    yield f"<path d='M{x:.1f} {y:.1f}h{width:.1f}' stroke='{SOFT}' fill='none'/>"
-    for tick in range(math.floor(strip.secs / step) + 1):
+def _overlap(needs: list[tuple[int, float, float]], taken: list[tuple[int, float, float]]) -> bool:
+    pairs = itertools.product(needs, taken)
+    return any(row == other and left < end and start < right for (row, left, right), (other, start, end) in pairs)
+
+
+def _axis(x: float, y: float, secs: float, scale: float) -> Iterator[str]:
+    step = tick_secs(secs)
+    yield line(x, y, x + secs * scale, y, SOFT, 1)
+    for tick in range(math.floor(secs / step) + 1):
         place = x + tick * step * scale
-        yield f"<path d='M{place:.1f} {y:.1f}v4' stroke='{SOFT}'/>"
-        yield _text(place, y + 15, f"{1e3 * tick * step:g}", size=10, fill=SOFT, anchor="middle")
-    yield _text(x, y + 29, in_milliseconds(strip), fill=SOFT)
+        yield line(place, y, place, y + 4, SOFT, 1)
+        yield text(place, y + 15, f"{1e3 * tick * step:g}", size=SMALL, fill=SOFT, anchor="middle")
 
 
 def tick_secs(secs: float) -> float:
@@ -289,11 +372,6 @@ def tick_secs(secs: float) -> float:
     return next(times * power for times in (1, 2, 5, 10) if secs / (times * power) <= MOST_TICKS)
 
 
-def _path(fill: str, boxes: list[tuple[float, float, float, float]]) -> str:
+def _boxes(fill: str, boxes: list[tuple[float, float, float, float]]) -> str:
     corners = "".join(f"M{x:.1f} {y:.1f}h{w:.2f}v{h:g}h{-w:.2f}z" for x, y, w, h in boxes)
     return f"<path fill='{fill}' d='{corners}'/>"
-
-
-def _text(x: float, y: float, text: str, *, size: int = 11, fill: str = INK, anchor: str = "start", more="") -> str:
-    place = f"x='{x:.1f}' y='{y:.1f}' font-size='{size}' text-anchor='{anchor}'"
-    return f"<text {place} fill='{fill}' {more}>{escape(text)}</text>"

@@ -6,12 +6,12 @@ When each pipeline rank works is its schedule's table; what a device holds and s
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
-from html import escape
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from docs.shapes import EMPTY, INK, PAPER, SOFT, box, line, page, text
 from parallax.analysis.report import Report, report
 from parallax.analysis.traced.trace import abstract_mesh
 from parallax.cli.command import read_command
@@ -41,7 +41,7 @@ HELD = {
     "gradients": ("gradients", "#e69f00"),
     "pipeline_buffers": ("messages", AXIS["pp"]),
 }
-INK, SOFT, LINE, PAPER = "#1d2126", "#5c6670", "#c9ced1", "#ffffff"
+LINE = "#c9ced1"
 WIDTH, HEIGHT, LEFT, RIGHT = 960, 658, 110, 20
 ROW, GANTT_TOP = 32, 84
 BOX_WIDTH, BOX_HEIGHT, BOXES_TOP = 200, 74, 262  # room for the text in DejaVu Sans, which is wider than Helvetica
@@ -54,33 +54,15 @@ def draw(settings: Settings, report: Report) -> str:
     assert list(settings.mesh.sizes.values()) == [2, 2, 2], "the picture has room for eight devices"
     schedule = by_name(settings.pipeline.schedule, settings.mesh.pp, settings.pipeline.microbatches)
     parts = [*_heading(report), *_gantt(schedule), *_devices(settings), *_sent(report), *_held(report)]
-    body = "\n".join(parts)
-    return (
-        f"<svg xmlns='http://www.w3.org/2000/svg' width='{WIDTH}' height='{HEIGHT}' viewBox='0 0 {WIDTH} {HEIGHT}' "
-        f"font-family='Helvetica, Arial, sans-serif' font-size='12'>\n"
-        f"<rect width='100%' height='100%' fill='{PAPER}'/>\n{body}\n</svg>\n"
-    )
-
-
-def _text(x: float, y: float, text: str, *, size: int = 12, fill: str = INK, anchor: str = "start", more="") -> str:
-    place = f"x='{x:.1f}' y='{y:.1f}' font-size='{size}' text-anchor='{anchor}'"
-    return f"<text {place} fill='{fill}' {more}>{escape(text)}</text>"
-
-
-def _rect(x: float, y: float, width: float, height: float, fill: str, more: str = "") -> str:
-    return f"<rect x='{x:.1f}' y='{y:.1f}' width='{width:.1f}' height='{height:.1f}' fill='{fill}' {more}/>"
-
-
-def _line(x1: float, y1: float, x2: float, y2: float, stroke: str, width: float = 1.5) -> str:
-    return f"<line x1='{x1:.1f}' y1='{y1:.1f}' x2='{x2:.1f}' y2='{y2:.1f}' stroke='{stroke}' stroke-width='{width}'/>"
+    return page(WIDTH, HEIGHT, parts, font=12)
 
 
 def _heading(report: Report) -> Iterator[str]:
     mesh = " ".join(f"{axis}={size}" for axis, size in report.mesh.items())
     title = f"One training step of configs/{report.name}.py on {report.devices} devices"
-    yield _text(20, 30, title, size=17, more="font-weight='bold'")
+    yield text(20, 30, title, size=17, more="font-weight='bold'")
     tokens = f"{report.rows} rows of {report.seq} tokens in {report.microbatches} microbatches"
-    yield _text(20, 51, f"mesh {mesh}; {tokens}; schedule {report.schedule}", size=13, fill=SOFT)
+    yield text(20, 51, f"mesh {mesh}; {tokens}; schedule {report.schedule}", size=13, fill=SOFT)
 
 
 def _gantt(schedule: Schedule) -> Iterator[str]:
@@ -90,32 +72,32 @@ def _gantt(schedule: Schedule) -> Iterator[str]:
     scale = (WIDTH - LEFT - RIGHT) / float(tick_ends(schedule, costs)[-1])
     for rank in range(schedule.ranks):
         y = GANTT_TOP + rank * (ROW + 14)
-        yield _text(LEFT - 12, y + 21, f"pp rank {rank}", anchor="end")
-        yield _rect(LEFT, y, WIDTH - LEFT - RIGHT, ROW, "#f1f3f4")
+        yield text(LEFT - 12, y + 21, f"pp rank {rank}", anchor="end")
+        yield box(LEFT, y, WIDTH - LEFT - RIGHT, ROW, EMPTY)
     for action, start in starts.items():
         rank = schedule.rank_of(action.stage)
         x, y = LEFT + float(start) * scale, GANTT_TOP + rank * (ROW + 14)
         width = float(time_of[action.kind]) * scale
-        yield _rect(x, y, width, ROW, PASS[action.kind], f"stroke='{PAPER}'")
+        yield box(x, y, width, ROW, PASS[action.kind], f"stroke='{PAPER}'")
         ink = PAPER if action.kind == "F" else INK
-        yield _text(x + width / 2, y + 21, str(action), anchor="middle", fill=ink)
+        yield text(x + width / 2, y + 21, str(action), anchor="middle", fill=ink)
         step = 1 if action.kind == "F" else -1
         if 0 <= action.stage + step < schedule.stages:
             end, below = x + width, y + ROW if step > 0 else y
-            yield _line(end, below, end, below + step * 14, AXIS["pp"], 3)
+            yield line(end, below, end, below + step * 14, AXIS["pp"], 3)
     y = GANTT_TOP + schedule.ranks * (ROW + 14) + 12
-    yield _rect(LEFT, y - 11, 12, 12, PASS["F"])
-    yield _text(LEFT + 18, y, "1F0: forward, microbatch 0 in stage 1")
-    yield _rect(LEFT + 262, y - 11, 12, 12, PASS["B"])
-    yield _text(LEFT + 280, y, "1B0: its backward pass")
-    yield _line(LEFT + 446, y - 11, LEFT + 446, y + 1, AXIS["pp"], 3)
-    yield _text(LEFT + 456, y, "sent to the other rank where a tick ends; grey: nothing to do")
+    yield box(LEFT, y - 11, 12, 12, PASS["F"])
+    yield text(LEFT + 18, y, "1F0: forward, microbatch 0 in stage 1")
+    yield box(LEFT + 262, y - 11, 12, 12, PASS["B"])
+    yield text(LEFT + 280, y, "1B0: its backward pass")
+    yield line(LEFT + 446, y - 11, LEFT + 446, y + 1, AXIS["pp"], 3)
+    yield text(LEFT + 456, y, "sent to the other rank where a tick ends; grey: nothing to do")
 
 
 def _devices(settings: Settings) -> Iterator[str]:
     """A box for each device with its share of layers, rows and heads, and lines for the axes along which it sends."""
-    yield _text(20, BOXES_TOP - 20, "What each device does", size=14, more="font-weight='bold'")
-    yield _text(220, BOXES_TOP - 20, "a line joins devices that send to each other along this axis", fill=SOFT)
+    yield text(20, BOXES_TOP - 20, "What each device does", size=14, more="font-weight='bold'")
+    yield text(220, BOXES_TOP - 20, "a line joins devices that send to each other along this axis", fill=SOFT)
     for dp in range(2):
         top = BOXES_TOP + dp * (BOX_HEIGHT + GAP_Y)
         yield from _across(STAGE_LEFT[0] + 2 * BOX_WIDTH + GAP_X, STAGE_LEFT[1], top, "pp")
@@ -125,14 +107,14 @@ def _devices(settings: Settings) -> Iterator[str]:
                 x = left + tp * (BOX_WIDTH + GAP_X)
                 if dp == 0:
                     middle, bottom = x + BOX_WIDTH / 2, top + BOX_HEIGHT
-                    yield _line(middle, bottom, middle, bottom + GAP_Y, AXIS["dp"], 3)
-                    yield _text(middle + 7, bottom + GAP_Y / 2 + 4, "dp")
+                    yield line(middle, bottom, middle, bottom + GAP_Y, AXIS["dp"], 3)
+                    yield text(middle + 7, bottom + GAP_Y / 2 + 4, "dp")
                 yield from _box(settings, {"pp": pp, "dp": dp, "tp": tp}, x, top)
 
 
 def _across(left: float, right: float, top: float, axis: str) -> Iterator[str]:
-    yield _line(left, top + BOX_HEIGHT / 2, right, top + BOX_HEIGHT / 2, AXIS[axis], 3)
-    yield _text((left + right) / 2, top + BOX_HEIGHT / 2 - 6, axis, anchor="middle")
+    yield line(left, top + BOX_HEIGHT / 2, right, top + BOX_HEIGHT / 2, AXIS[axis], 3)
+    yield text((left + right) / 2, top + BOX_HEIGHT / 2 - 6, axis, anchor="middle")
 
 
 def _box(settings: Settings, rank: dict[str, int], x: float, top: float) -> Iterator[str]:
@@ -142,10 +124,10 @@ def _box(settings: Settings, rank: dict[str, int], x: float, top: float) -> Iter
         f"heads {_span(rank['tp'], heads)}, half of d_ff",
         f"rows {_span(rank['dp'], rows)} of the batch",
     )
-    yield _rect(x, top, BOX_WIDTH, BOX_HEIGHT, "#f7f8f8", f"stroke='{LINE}' rx='5'")
-    yield _text(x + 10, top + 19, "  ".join(f"{axis} {at}" for axis, at in rank.items()), more="font-weight='bold'")
-    for at, line in enumerate(lines):
-        yield _text(x + 10, top + 36 + 15 * at, line)
+    yield box(x, top, BOX_WIDTH, BOX_HEIGHT, "#f7f8f8", f"stroke='{LINE}' rx='5'")
+    yield text(x + 10, top + 19, "  ".join(f"{axis} {at}" for axis, at in rank.items()), more="font-weight='bold'")
+    for at, words in enumerate(lines):
+        yield text(x + 10, top + 36 + 15 * at, words)
 
 
 def _span(rank: int, count: int) -> str:
@@ -159,28 +141,28 @@ def _sent(report: Report) -> Iterator[str]:
         if len(one.axes) == 1:
             totals[one.axes[0]] += one.total_bytes
     top = BOXES_TOP + 2 * BOX_HEIGHT + GAP_Y + 34
-    yield _text(20, top, "What it sends in a step, the update included", size=14, more="font-weight='bold'")
+    yield text(20, top, "What it sends in a step, the update included", size=14, more="font-weight='bold'")
     for at, (axis, what) in enumerate(SENDS.items()):
         y = top + 22 + at * 19
-        yield _line(20, y - 4, 44, y - 4, AXIS[axis], 3)
-        yield _text(52, y, axis, more="font-weight='bold'")
-        yield _text(150, y, in_bytes(totals[axis]), anchor="end")
-        yield _text(166, y, what, fill=SOFT)
+        yield line(20, y - 4, 44, y - 4, AXIS[axis], 3)
+        yield text(52, y, axis, more="font-weight='bold'")
+        yield text(150, y, in_bytes(totals[axis]), anchor="end")
+        yield text(166, y, what, fill=SOFT)
 
 
 def _held(report: Report) -> Iterator[str]:
     """What a device holds when it holds most, as one bar."""
     top = BOXES_TOP + 2 * BOX_HEIGHT + GAP_Y + 128
-    yield _text(20, top, f"What it holds at most: {in_bytes(report.peak)}", size=14, more="font-weight='bold'")
+    yield text(20, top, f"What it holds at most: {in_bytes(report.peak)}", size=14, more="font-weight='bold'")
     scale, x = (WIDTH - 40) / report.peak, 20.0
     for at, (name, (words, fill)) in enumerate(HELD.items()):
         width = report.memory[name] * scale
-        yield _rect(x, top + 10, width, 16, fill)
+        yield box(x, top + 10, width, 16, fill)
         x += width
         label, y = 20 + at % 3 * 240, top + 44 + at // 3 * 18  # two lines of three
-        yield _rect(label, y - 9, 10, 10, fill)
-        yield _text(label + 15, y, f"{words} {in_bytes(report.memory[name])}", size=11, fill=SOFT)
-    yield _rect(x, top + 10, max(WIDTH - 20 - x, 0), 16, "#dfe2e3")
+        yield box(label, y - 9, 10, 10, fill)
+        yield text(label + 15, y, f"{words} {in_bytes(report.memory[name])}", size=11, fill=SOFT)
+    yield box(x, top + 10, max(WIDTH - 20 - x, 0), 16, "#dfe2e3")
 
 
 def picture(report: Report) -> str:

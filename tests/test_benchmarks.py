@@ -26,7 +26,7 @@ NAMES = sorted({path.name for path in FOLDER.glob("*.py")} - MODULES)  # so that
 PAIRS = r"( [\d.,]+ / [\d.,]+ \| [+−]\d+\.\d % \|){3}"  # predicted, compiled and the error
 # What is run of each, --smoke apart, and a line of figures that it must print.
 RUNS = {
-    "account.py": r"matmuls of layers +\d+\.\d%",
+    "account.py": r"mlp +\d+\.\d% +\d+\.\d%",
     "attention.py": r"\| 2 x 128 \| blocks in XLA \| \d+\.\d\d ms \| \d+\.\d\d \|",
     "bare.py": r"ours/bare \d+\.\d{3}",
     "buckets.py": r"\| save \|( [\d,]+\.\d{3} \|){4}",
@@ -70,7 +70,7 @@ RUNS = {
     "schedules.py flops": r"one_f_one_b +1\.0000 +1\.0000",
     "schedules.py compile": r"one_f_one_b +\d+\.\d +\d+\.\d\d",
     "soak.py": r'\{"kills": 2, "bitwise on one mesh": true, .*"damaged": \{"still": 0, "moving": 0\}\}',
-    "timeline.py": r"  a step: \d+\.\d ms, of which waits \d+\.\d",
+    "timeline.py": r"  a step, \d+\.\d ms: products \d+\.\d, other compute \d+\.\d, .*waits \d+\.\d",
     "step.py": r"1,1,1 +\d+\.\d%.* GiB",
     "tpu_kernels.py": r"\| this project's \| 256 \| 256 \| 9 \| \d\.\d\d \|",
     "tpu_compile.py": r"gpipe +\d+\.\d\d.*",
@@ -281,6 +281,7 @@ def test_an_unknown_flag_is_one_line(name, monkeypatch, capsys):
         ("schedules.py", "the following arguments are required: command"),
         ("soak.py often", "argument kills: 'often' must be a whole number of 1 or more"),
         ("step.py --config=tiny", "argument --config: invalid choice: 'tiny'"),
+        ("timeline.py --rows 0 --names best worst", "--names: 2 names for 1 rows; write one for each"),
         ("timeline.py --rows 0 99", "--rows 99: llama_1b_16 has rows 0 to "),
         ("tpu_compile.py --topology v5e:3x3x3", "--topology=v5e:3x3x3 has 3 sizes, but slices of TPU v5e have 2"),
     ],

@@ -50,6 +50,24 @@ def test_bars_are_the_step_s_whole_time_once(timelines, clock, text):
     assert sum(bar.end - bar.start for bar in bars if bar.lane == "waits") == pytest.approx(waits) and waits > 0
 
 
+def test_a_branch_is_as_long_as_on_the_slowest_rank_and_an_average_rank_waits_in_it(timelines, clock):
+    read, step = drawn(timelines, clock, PASS, {"F": Share(average=0.25, lockstep=0.5)})
+    average = Clock(clock.mesh, clock.chip, "bfloat16", lockstep=False, kernel_efficiency=1.0)
+    spent = {lockstep: sum(each.run(read.timeline).values()) for lockstep, each in ((True, clock), (False, average))}
+    assert step.step.secs == pytest.approx(spent[True])
+    idle = timelines.spent_secs(step.step)[timelines.IDLE]
+    assert idle == pytest.approx(spent[True] - spent[False]) and idle > 0
+    alone = timelines.drawn(average, read.timeline, "a step", "as configured").step
+    assert alone.secs == pytest.approx(spent[False]) and timelines.IDLE not in timelines.spent_secs(alone)
+
+
+def test_what_a_step_s_time_went_into_is_all_of_it(timelines, clock):
+    _, step = drawn(timelines, clock, PASS, {"F": Share(average=0.25, lockstep=0.5)})
+    bars = timelines.together(step.step)
+    assert bars[0].start == 0 and bars[-1].end == pytest.approx(step.step.secs)
+    assert all(before.end == pytest.approx(bar.start) for before, bar in zip(bars, bars[1:], strict=False))
+
+
 def test_a_message_s_bar_is_as_long_as_it_is_on_its_links(timelines, clock):
     read, step = drawn(timelines, clock, CHAIN)
     (gather,) = read.collectives
@@ -79,7 +97,9 @@ def test_the_picture_has_its_command_and_is_the_same_each_time(timelines, clock)
     boxes = [float(width) for path in root.iter() for width in re.findall(r"h([\d.]+)v", path.get("d") or "")]
     assert len(boxes) > 20 and max(boxes) < timelines.WIDTH
     red = [path for path in root.iter() if path.get("fill") == timelines.WAIT and path.get("d")]
-    assert len(red) == 1 + len(steps)  # of the legend, too
+    assert len(red) == 1 + 2 * len(steps)  # of the legend, too, and all waits together
+    svg = "{http://www.w3.org/2000/svg}"
+    assert root.find(f"{svg}title").text == "Two steps" and "waits" in root.find(f"{svg}desc").text
 
 
 def test_marks_of_an_axis_are_round(timelines):
