@@ -169,13 +169,14 @@ def layout(settings: Any) -> str:
 
 def parts(step: Any, work: Any, settings: Any, topology: Any) -> str:
     """What the step's time goes into, most first, without what takes less than 2 %."""
-    from parallax.analysis.planned.step_time import op_secs
+    from parallax.analysis.planned.step_time import KERNEL_PARTS, op_secs
     from parallax.display.units import percent
 
     secs: Counter = Counter({f"waits over {axes}": waits for axes, waits in step.exposed_secs.items()})
     secs |= {"bubble": step.bubble_secs, "update": step.update_secs}
     for op in work.products:
-        kind = "recomputed" if op.direction == "recompute" else op.kernel or ("products" if op.flops else "passes")
+        kind = op.kernel if op.kernel in KERNEL_PARTS else "products" if op.flops else "passes"
+        kind = "recomputed" if op.direction == "recompute" else kind
         secs[kind] += op.count * op_secs(op, settings, topology, packed=True)
     shares = [(name, part / step.secs) for name, part in secs.most_common()]
     return ", ".join(f"{name} {percent(share)}" for name, share in shares if share > 0.02)

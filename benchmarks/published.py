@@ -3,18 +3,21 @@
     python benchmarks/published.py --analytic [--half blind | --rows 0 3]
     python benchmarks/published.py [--rows 23]
 
-With --analytic a step is planned from its trace; nothing is compiled. *Half* is the one to which constants of prices
-were fitted, or the one held out, by which plans are judged; *unseen* are rows that were added later, when prices were
-what they are, and *blind* those that are not yet planned: they are left out unless asked for. The last lines have the
-error of each. Without it steps are compiled on a machine without chips, with kernels at their peak, which needs XLA's
-compilers: pip install -e '.[tpu]' or '.[gpu-compiler]'. The last column is the share of the published time. A published
-rate of tokens or FLOP/s is taken as the time of a step. A row has the model, batch, mesh and recompute of the published
-step, where these have words here; the program is this project's.
+With --analytic a step is planned from its trace; nothing is compiled. It is planned twice: as this project's program,
+and *as theirs*, with what the published program does otherwise by its recipe: messages that it sends beside its work,
+nothing recomputed between products, experts in grouped products. *Half* is the one to which constants of prices were
+fitted, or the one held out, by which plans are judged; *unseen* are rows that were added later, and *blind* those that
+were planned once, after all prices were mended: they are left out unless asked for. The last lines have the error of
+each, of both plans. Without it steps are compiled on a machine without chips, with kernels at their peak, which needs
+XLA's compilers: pip install -e '.[tpu]' or '.[gpu-compiler]'. A column *of it* is the share of the published time. A
+published rate of tokens or FLOP/s is taken as the time of a step. A row has the model, batch, mesh and recompute of the
+published step, where these have words here; the program is this project's.
 """
 
 import math
 import os
 import random
+import re
 import statistics
 import sys
 import time
@@ -578,6 +581,80 @@ BLIND_ROWS = [
          ON_LLMQ | QWEN_1_5B | microbatches(16) | remat("elementwise") | CHUNKS | ALL_FLOAT8),
 ]  # fmt: skip
 ROWS = [*TPU_ROWS, *GPU_ROWS, *OTHER_ROWS, *UNSEEN_ROWS, *BLIND_ROWS]
+
+
+class Theirs(NamedTuple):
+    """What a published program does otherwise, by its recipe, not by its time."""
+
+    hides: str = ""  # axes over which it sends beside its work
+    recomputes: bool = False  # what is between products; attention is recomputed as here
+    experts: str = ""  # "grouped": one product of all, "apart": one of each; with "" in blocks of rows, as here on GPUs
+
+
+# The recipes of NVIDIA's programs, each at the version that its page names:
+# - 24.07: NeMo-Framework-Launcher, launcher_scripts/conf/training; 25.01 and 25.02: dgxc-benchmarking, the model's yaml
+#   and configure.sh; of the H200: gpu-recipes, src/frameworks/a3ultra/nemo-configs. There `ub_tp_comm_overlap` is tp,
+#   `overlap_p2p_comm` pp, and `overlap_grad_sync` and `overlap_param_sync` are dp.
+# - later: NeMo, nemo/collections/llm/recipes, and Megatron-Bridge at v0.4.2, scripts/performance/configs: tp is
+#   `tp_comm_overlap`; pp hides with virtual stages, and dp if it is more than 1, in MegatronCommOverlapCallback and
+#   comm_overlap.py.
+# - cp hides, since keys go from rank to rank beside attention: TransformerEngine's `cp_comm_type` is "p2p" by default.
+# - `activations_checkpoint_granularity` and `recompute_modules` are empty, or "selective", which is attention; those of
+#   gpt-oss are layernorm and moe_act. `moe_grouped_gemm` is false in NeMo's yaml, and true in Megatron-Bridge. The
+#   exchange of tokens hides nowhere.
+DATA, ALL, WITH_CP = Theirs("dp"), Theirs("tp pp dp"), Theirs("tp pp dp cp")
+THEIRS = {
+    "NeMo, Llama-3.1-8B on 8 H100": Theirs("dp cp"),
+    "NeMo, Llama-3.1-8B on 8 H100 in FP8": Theirs("dp cp"),
+    "NeMo, Llama-3.1-70B on 64 H100": WITH_CP,
+    "NeMo, Llama-3.1-70B on 64 H100 in FP8": ALL,
+    "NeMo, Nemotron-4-15B on 16 H100": ALL,
+    "NeMo, Nemotron-4-15B on 16 H100 in FP8": ALL,
+    "Megatron-Bridge, Llama-3-8B on 8 H100 in FP8": DATA,
+    "Megatron-Bridge, Llama-3-8B on 8 B200 in FP8": DATA,
+    "Megatron-Bridge, Llama-3-8B on 8 B200 in MXFP8": DATA,
+    "Megatron-Bridge, Llama-3-70B on 64 H100 in FP8": ALL,
+    "Megatron-Bridge, Llama-3.1-405B on 1024 H100 in FP8": WITH_CP,
+    "NeMo, Llama-3.1-405B on 512 H100": WITH_CP,
+    "NeMo, Nemotron-4-340B on 128 H100": ALL,
+    "NeMo, Nemotron-4-340B on 128 H100 in FP8": ALL,
+    "NeMo, GPT-3-175B on 128 H100": ALL,
+    "NeMo, GPT-3-175B on 128 H100 in FP8": ALL,
+    "Megatron-Bridge, Llama-3.1-405B on 128 B200 in FP8": WITH_CP,
+    "Megatron-Bridge, Llama-3.1-405B on 128 B200 in MXFP8": WITH_CP,
+    "NeMo, GPT-3-20B on 64 H100 in FP8": ALL,
+    "NeMo, Llama-2-7B on 8 H100 in FP8": DATA,
+    "NeMo, Llama-2-13B on 16 H100 in FP8": Theirs("pp dp"),
+    "NeMo, Llama-2-70B on 64 H100 in FP8": ALL,
+    "NeMo, Nemotron-3-8B on 64 H100 in FP8": ALL,
+    "NeMo, Nemotron-3-22B on 64 H100 in FP8": ALL,
+    "NeMo, 8 layers of Llama-3.1-405B on 32 H100": WITH_CP,
+    "NeMo, 8 layers of Llama-3.1-405B on 32 H100 in FP8": WITH_CP,
+    "NeMo, 8 layers of Grok-1 on 64 H100": WITH_CP._replace(experts="apart"),
+    "NeMo, 8 layers of Grok-1 on 64 H100 in FP8": WITH_CP._replace(experts="apart"),
+    "NeMo, Grok-1 on 512 H100": WITH_CP._replace(experts="apart"),
+    "NeMo, fine-tuning of Llama-3-8B on 8 H100": DATA,
+    "NeMo, LoRA of Llama-3-8B on 8 H100": DATA,
+    "NeMo, fine-tuning of Llama-3-70B on 32 H100": ALL,
+    "NeMo, LoRA of Llama-3-70B on 8 H100": Theirs("pp"),
+    "AutoModel, Qwen3-30B-A3B on 8 H100": Theirs(recomputes=True, experts="grouped"),
+    "AutoModel, gpt-oss-20b on 8 H100": Theirs(recomputes=True, experts="grouped"),
+    "AutoModel, DeepSeek-V3 on 256 H100": Theirs(recomputes=True, experts="grouped"),
+    "Megatron-Bridge, Qwen3-30B-A3B on 16 H100 in FP8": DATA._replace(experts="grouped"),
+    "Megatron-Bridge, gpt-oss-120b on 64 H100": Theirs("dp", recomputes=True, experts="grouped"),
+    "Megatron-Bridge, gpt-oss-120b on 64 B200": Theirs("dp", recomputes=True, experts="grouped"),
+    "Megatron-Bridge, Qwen3-30B-A3B on 8 B200 in MXFP8": DATA._replace(experts="grouped"),
+    "Megatron-Bridge, Qwen3-235B-A22B on 256 B200 in MXFP8": DATA._replace(experts="grouped"),
+    "NeMo, Nemotron-4-15B on 64 B200 in FP8": DATA,
+    "NeMo, Nemotron-4-340B on 128 B200 in FP8": ALL,
+    "NeMo, Llama-3-70B on 64 B200 in FP8": WITH_CP,
+    "NeMo, Mixtral-8x7B on 64 B200 in FP8": DATA._replace(experts="grouped"),
+    "NeMo, Llama-3.1-70B on 256 H200 in FP8": Theirs("pp dp"),
+    "NeMo, Mixtral-8x7B on 256 H200": DATA._replace(experts="apart"),
+}
+# Hosts with four GPUs have no switch: each of their 18 links leads to another GPU, six to each (NVIDIA's blog,
+# "Introducing NVIDIA HGX H100": 300 GB/s in both directions between two). By the program of these rows.
+PAIR_LINKS = {"KempnerForge": 6}
 # Half of each chip's rows, drawn once, before any was planned: draw() with this seed. Constants of prices
 # (parallax/hardware/chips.py) are fitted to the other half alone.
 SEED = 2026
@@ -631,20 +708,22 @@ def main() -> None:
     rows = SMALLEST if args.smoke else ROWS
     if wrong := [at for at in args.rows or () if not 0 <= at < len(rows)]:
         parser.error(f"--rows {wrong[0]}: there are rows 0 to {len(rows) - 1}")
-    made, secs_of = ("planned", planned_secs) if args.analytic else ("predicted", compiled_secs)
-    shares: dict[str, list[float]] = defaultdict(list)
-    print(f"| step | half | published | {made} | {made} / published |")
-    print("|---|---|---|---|---|")
+    print(f"| step | half | published | {'planned' if args.analytic else 'predicted'} | of it |", end="")
+    print(" as theirs | of it |\n|---|---|---|---|---|---|---|" if args.analytic else "\n|---|---|---|---|---|")
+    shares: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for at in numbers_of(rows, args.half) if args.rows is None else args.rows:
         started, row = time.perf_counter(), rows[at]
-        secs = secs_of(row)
-        shares[half_of(row)].append(secs / row.secs)
-        figures = f"{half_of(row)} | {row.secs:.2f} s | {secs:.3f} s | {secs / row.secs:.2f}"
-        print(f"| [{row.title}]({row.source}) | {figures} |", flush=True)
+        plans = planned_secs(row) if args.analytic else (compiled_secs(row),)
+        parts = [f"{secs:.3f} s | {secs / row.secs:.2f}" for secs in plans]
+        print(
+            f"| [{row.title}]({row.source}) |", " | ".join([half_of(row), f"{row.secs:.2f} s", *parts]), "|", flush=True
+        )
         print(f"row {at}: {time.perf_counter() - started:.0f} s", file=sys.stderr, flush=True)
-    if args.analytic:
-        for half in sorted(shares, key=HALVES.index):
-            print(errors_line(half, shares[half]))
+        for group in (half_of(row), f"{half_of(row)}, {kind_of(row)}") if args.analytic else ():
+            shares[group].append(tuple(secs / row.secs for secs in plans))
+    for group in sorted(shares, key=lambda group: (HALVES.index(group.split(", ")[0]), group)):
+        ours, theirs = zip(*shares[group], strict=True)
+        print(f"{errors_line(group, ours)}; as theirs {errors_line('', theirs)}; {len(ours)} rows")
 
 
 BLIND = "blind"
@@ -666,14 +745,23 @@ def half_of(row: Published) -> str:
     return "held out" if row.title in HELD_OUT else "fitted"
 
 
-def errors_line(half: str, shares: Sequence[float]) -> str:
+def kind_of(row: Published) -> str:
+    """The kind of machine and model: "GPUs, dense", for example."""
+    has_experts = row.config in ("mixtral_8x7b_128", "gpt_oss_20b") or "model.experts" in row.changes
+    on_tpus = re.match(r"(\d+x)?v\d", row.topology)
+    return f"{'TPUs' if on_tpus else 'GPUs'}, {'mixture' if has_experts else 'dense'}"
+
+
+def errors_line(group: str, shares: Sequence[float]) -> str:
     """How far planned times are from published ones.
 
     >>> errors_line("held out", [0.9, 1.02, 1.2])
     'held out: median 10.0 %, worst 20.0 %'
     """
     errors = [abs(share - 1) for share in shares]
-    return f"{half}: median {100 * statistics.median(errors):.1f} %, worst {100 * max(errors):.1f} %"
+    return (
+        f"{group}{': ' if group else ''}median {100 * statistics.median(errors):.1f} %, worst {100 * max(errors):.1f} %"
+    )
 
 
 def settings_of(row: Published) -> tuple[Any, Any]:
@@ -686,15 +774,43 @@ def settings_of(row: Published) -> tuple[Any, Any]:
     config = config_of(row.config)
     config.update_from_flattened_dict(row.changes)
     topology = read_topology(row.topology)
+    links = PAIR_LINKS.get(row.title.split(",")[0], 0)
+    topology = topology._replace(chip=topology.chip._replace(pair_links=links))
     return resolve(read_settings(config.to_dict()), topology.as_devices), topology
 
 
-def planned_secs(row: Published) -> float:
-    """Seconds of the step by its plan, without a compiler."""
-    from parallax.analysis.planned.step_time import predicted
+def planned_secs(row: Published) -> tuple[float, float]:
+    """Seconds of the step by its plan, without a compiler: of this project's program, and as theirs."""
+    from parallax.analysis.planned.layouts import model_on_topology
+    from parallax.analysis.planned.step_time import estimate, traced_work
+    from parallax.analysis.traced.memory import predicted_host_memory, predicted_memory
 
     settings, topology = settings_of(row)
-    return predicted(settings, topology, packed=row.packed).secs
+    model = model_on_topology(settings, topology)
+    held, host, traced = (
+        predicted_memory(model, settings),
+        predicted_host_memory(model, settings),
+        traced_work(model, settings),
+    )
+    ours = estimate(settings, topology, held, traced, host, packed=row.packed).secs
+    if not (theirs := THEIRS.get(row.title)):
+        return ours, ours
+    work = traced._replace(products=as_theirs(traced.products, theirs))
+    hidden = dict(packed=row.packed, hidden_axes=theirs.hides.split())
+    return ours, estimate(settings, topology, held, work, host, **hidden).secs
+
+
+def as_theirs(products: Sequence[Any], theirs: Theirs) -> list[Any]:
+    """The work of a program that recomputes no operation between products, or multiplies experts otherwise."""
+    from parallax.analysis.planned.step_time import GROUPED_PRODUCTS, IN_BLOCKS
+    from parallax.config.sections import ATTENTION
+
+    kernels = {"grouped": GROUPED_PRODUCTS, "apart": "", "": IN_BLOCKS}
+    left = [op for op in products if theirs.recomputes or op.direction != "recompute" or op.kernel == ATTENTION]
+    of_experts = {IN_BLOCKS: kernels[theirs.experts]}
+    # Blocks are copied for their products alone.
+    left = [op for op in left if op.flops or op.kernel != IN_BLOCKS or not theirs.experts]
+    return [op._replace(kernel=of_experts.get(op.kernel, op.kernel)) for op in left]
 
 
 def compiled_secs(row: Published) -> float:

@@ -16,6 +16,7 @@ import re
 from typing import NamedTuple
 
 from parallax.errors import ConfigError, nearest
+from parallax.hardware.nccl import NETWORK, NVLINK, PCIE, SIMPLE
 
 GIB = 2**30
 # Share of its chip's peak that an attention or grouped kernel is taken to reach in a compiled step. Compilers estimate
@@ -53,9 +54,10 @@ class AttentionShares(NamedTuple):
 
 class Reached(NamedTuple):
     """What a step reaches of a chip's data sheet: shares of its FLOP/s in products of 16 and of fewer bits and in
-    kernels of attention, and of the rates of memory, links and the link to the host. Kernels of experts are taken to
-    reach KERNEL_EFFICIENCY of what products do: on an H200 PyTorch's grouped product reaches 705 TFLOP/s with 16 large
-    groups (https://github.com/pytorch/pytorch/pull/156203), 0.71 of peak; those of this project are not measured.
+    kernels of attention, and of the rates of memory, links, the network and the link to the host. Kernels of experts
+    are taken to reach KERNEL_EFFICIENCY of what products do: on an H200 PyTorch's grouped product reaches 705 TFLOP/s
+    with 16 large groups (https://github.com/pytorch/pytorch/pull/156203), 0.71 of peak; those of this project are not
+    measured. A message that hides behind work makes that longer by a share `beside` of its time.
 
     `packed` is for rows of several documents, which cuDNN tells apart by a bias, and `triton` for the kernels that do
     without, of either, as if a row were one document. Each operation takes
@@ -70,7 +72,9 @@ class Reached(NamedTuple):
     triton: AttentionShares = AttentionShares()
     memory: float = 1.0
     links: float = 1.0
+    network: float = 1.0
     host: float = 1.0
+    beside: float = 0.0
     launch_secs: float = 0.0
     ramp_secs: float = 0.0
 
@@ -81,10 +85,11 @@ class Chip(NamedTuple):
     `flops` is FLOP/s by dtype. `ici_links` links of `ici_bandwidth` each lead to its neighbours: on TPU two for each
     torus dim, on NVIDIA to a switch (`torus_dims` is 0). A dim of a slice closes to a ring if its length is a multiple
     of `ring_multiple`; with `cube` only if all dims are such multiples. `switched` is the number of chips of one host
-    on a switch, 0 on a torus. `dcn_bandwidth` is the chip's share of its host's network, `host_bandwidth` that of its
-    link to the host, and `host_bytes` its share of the host's memory. A message takes `start_secs`, and its
-    first byte `link_secs` for each link between neighbours or over a switch, and `network_secs` for each of the network
-    between hosts or slices.
+    on a switch, 0 on a torus; without a switch a GPU has `pair_links` of its links to each other one of its host.
+    `dcn_bandwidth` is the chip's share of its host's network, `host_bandwidth` that of its link to the host, and
+    `host_bytes` its share of the host's memory. A message takes `start_secs`, and its first byte `link_secs` for each
+    link between neighbours or over a switch, and `network_secs` for each of the network between hosts or slices. Of
+    GPUs, gathers, scatters and sums take what NCCL says of links of this kind: parallax/hardware/nccl.py.
     """
 
     name: str
@@ -107,6 +112,8 @@ class Chip(NamedTuple):
     start_secs: float = 0.0
     link_secs: float = 0.0
     network_secs: float = 0.0
+    nccl: str = ""
+    pair_links: int = 0
 
     @property
     def unit(self) -> str:
@@ -162,11 +169,10 @@ TPUS = {
     # int8, whose products compile to no faster ones than bfloat16's, and none of the link to its host.
     "TPU v7x": (1153.5, {"int8": 1153.5, "float8": 2307}, 96, 3690, 100, 6.25, 0, 0, 2.2, "3D"),
 }
-# TPU: the book How to Scale Your Model has about 1 us for a link, and 8 us for a gather over three, measured. GPUs:
-# what NCCL 2.7.5 (commit 01afd20a) assumes when it chooses algorithms (src/graph/tuning.cc: rings, protocol Simple,
-# that of large messages). Up to 2.30.7 the others are the same; the network has 14 us since 2.18.1. Between slices of
-# TPUs there is no figure; the network of GPUs stands in for it.
-START_AND_LINK_SECS, NETWORK_SECS = {"ICI": (5e-6, 1e-6), "NVLink": (8.4e-6, 3.4e-6), "PCIe": (8.4e-6, 5.7e-6)}, 9.6e-6
+# TPU: the book How to Scale Your Model has about 1 us for a link, and 8 us for a gather over three, measured. GPUs have
+# for messages from one to another what NCCL assumes of its protocol Simple. Between slices of TPUs there is no figure:
+# what NCCL 2.7.5 assumed of the network of GPUs stands in for it (commit 01afd20a, src/graph/tuning.cc).
+ICI_SECS, NETWORK_OF_SLICES_SECS = (5e-6, 1e-6), 9.6e-6
 CORES = {"TPU v7x": 2}  # that are devices
 # Between the two cores of a chip, over one of its links to another chip: the same page.
 LINKS_BETWEEN_CORES = 6
@@ -231,7 +237,8 @@ def _chip(name: str, bfloat16: float, others: dict[str, float], gib: float, *rat
     hbm, link, network, host_link, host_memory, *kind = rates
     target = GPU_TARGETS.get(name)
     clock, links = kind if is_tpu else (target.clock_ghz, dict(ici_links=kind[0], torus_dims=0))
-    start, link_latency = START_AND_LINK_SECS["ICI" if is_tpu else "PCIe" if kind[0] == 1 else "NVLink"]
+    nccl = "" if is_tpu else PCIE if kind[0] == 1 else NVLINK
+    start, link_latency = ICI_SECS if is_tpu else (SIMPLE.ring_start, SIMPLE.ring_link[nccl])
     tflops = {"bfloat16": bfloat16, "float32" if is_tpu else "float16": bfloat16, **others}
     return Chip(
         name=name,
@@ -250,7 +257,8 @@ def _chip(name: str, bfloat16: float, others: dict[str, float], gib: float, *rat
         cores=CORES.get(name, 1),
         start_secs=start,
         link_secs=link_latency,
-        network_secs=NETWORK_SECS,
+        network_secs=NETWORK_OF_SLICES_SECS if is_tpu else SIMPLE.ring_link[NETWORK],
+        nccl=nccl,
     )
 
 
@@ -263,6 +271,19 @@ H100_KERNELS = "docs/measured/h100.md: kernels of attention, at 2048 to 32,768 t
 JAX_KERNELS = "docs/measured/h100.md: JAX's kernels of attention for Triton, at 2048 to 32,768 tokens within a tenth"
 IRONWOOD = (
     "https://github.com/AI-Hypercomputer/tpu-recipes/blob/c8cfe2f/microbenchmarks/ironwood/README.md: GEMM by size"
+)
+NCCL_LINKS = (
+    "https://github.com/NVIDIA/nccl/issues/1281: all-gathers of 350 GB/s and reduce-scatters of 360 on H100, of 450; "
+    "370 by NCCL's authors in https://github.com/NVIDIA/nccl-tests/issues/212"
+)
+NCCL_ASSUMES = (
+    "https://github.com/NVIDIA/nccl/blob/v2.30.7-1/src/graph/topo.h: what NCCL takes links to have, NVLink of A100 20 "
+    "of 25 GB/s, of B200 40.1 of 50, PCIe 12 of 15.75"
+)
+NCCL_NETWORK = "https://github.com/NVIDIA/nccl-tests/issues/290: 46 to 48 GB/s of each network interface, of 50"
+INTERFERENCE = (
+    "https://arxiv.org/abs/2507.03114: compute is 18.9 % slower beside messages, and both one after the other take "
+    "10.2 % longer than that; so 0.189 of (1.189 * 1.102 - 1), of A100, H100, MI210 and MI250 together"
 )
 BOOK = "https://github.com/jax-ml/scaling-book/blob/0819a7d/tpus.md: a link's one-way bandwidth, over the data sheet's"
 
@@ -281,6 +302,7 @@ _TPU = dict(
     attention=Figure(_SPLASH, FITTED),
     packed=Figure(_SPLASH, SAME),
     links=Figure(0.9, BOOK),
+    network=Figure(0.9, SAME),
     launch_secs=Figure(1.6e-6, SAME),
     ramp_secs=Figure(10e-6, SAME),
 )
@@ -291,6 +313,9 @@ _H100 = dict(
     packed=Figure(AttentionShares(0.295, 0.244, 700), H100_KERNELS),
     triton=Figure(AttentionShares(0.215, 0.177, 700), JAX_KERNELS),
     memory=Figure(0.83, H100_STEP),
+    links=Figure(0.8, NCCL_LINKS),
+    network=Figure(0.94, NCCL_NETWORK),
+    beside=Figure(0.61, INTERFERENCE),
     host=Figure(0.86, H100_STEP),
     launch_secs=Figure(2.1e-6, H100_STEP),
 )
@@ -313,6 +338,9 @@ SOURCES_OF_REACHED["NVIDIA H100"] = _H100
 # Cards with less FLOP/s for their power and memory than an H100.
 for _name in ("NVIDIA RTX 4090", "NVIDIA RTX 3090", "NVIDIA L4", "NVIDIA A10"):
     SOURCES_OF_REACHED[_name] |= dict(products=Figure(0.8, ASSUMED), narrow_products=Figure(0.8, ASSUMED))
+    SOURCES_OF_REACHED[_name] |= dict(links=Figure(0.76, NCCL_ASSUMES))
+for _name in ("NVIDIA A100", "NVIDIA B200"):
+    SOURCES_OF_REACHED[_name] |= dict(links=Figure(0.8, NCCL_ASSUMES))
 REACHED = {
     chip: Reached(**{name: figure.value for name, figure in figures.items()})
     for chip, figures in SOURCES_OF_REACHED.items()

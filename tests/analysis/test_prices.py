@@ -8,7 +8,15 @@ import pytest
 
 from parallax.analysis.planned.layouts import model_on_topology, with_keys
 from parallax.analysis.planned.plan import estimate_parts
-from parallax.analysis.planned.step_time import PUBLISHED_OVER_PLANNED, Estimate, OpCost, op_secs
+from parallax.analysis.planned.step_time import (
+    GROUPED_PRODUCTS,
+    IN_BLOCKS,
+    PUBLISHED_OVER_PLANNED,
+    Estimate,
+    OpCost,
+    op_secs,
+    traced_work,
+)
 from parallax.analysis.planned.topology import read_topology
 from parallax.config.sections import ATTENTION
 from parallax.config.settings import default_settings
@@ -110,12 +118,60 @@ def test_rows_that_are_not_yet_planned_are_legal_on_their_topologies(published):
         model_on_topology(*published.settings_of(row))
 
 
+def test_each_program_that_does_otherwise_is_a_row(published):
+    titles = {row.title: row for row in published.ROWS}
+    assert published.THEIRS.keys() <= titles.keys()
+    for title, theirs in published.THEIRS.items():
+        assert {*theirs.hides.split()} <= {"tp", "pp", "dp", "cp"} and theirs.experts in ("", "grouped", "apart")
+        assert published.kind_of(titles[title]).startswith("GPUs")
+        assert bool(theirs.experts) == published.kind_of(titles[title]).endswith("mixture"), title
+
+
+def test_as_theirs_leaves_out_what_their_recipe_does_not_do(published):
+    def op(direction, kernel, flops):
+        return OpCost(flops, 1, direction, 1, kernel=kernel)
+
+    ours = [op("forward", "", 2), op("recompute", "", 0), op("recompute", ATTENTION, 2)]
+    blocks = [op("forward", IN_BLOCKS, 2), op("forward", IN_BLOCKS, 0)]
+    theirs = published.Theirs
+    assert published.as_theirs(ours, theirs("tp")) == [ours[0], ours[2]]
+    assert published.as_theirs(ours, theirs(recomputes=True)) == ours
+    assert published.as_theirs(blocks, theirs()) == blocks
+    assert published.as_theirs(blocks, theirs(experts="grouped")) == [op("forward", GROUPED_PRODUCTS, 2)]
+    assert published.as_theirs(blocks, theirs(experts="apart")) == [op("forward", "", 2)]
+
+
+def test_blocks_of_rows_are_known_as_such_on_gpus(published):
+    """Of the FLOPs of a mixture those of experts are in blocks there, and on TPUs in grouped products."""
+    sizes = dict(layers=2, d_model=64, heads=2, kv_heads=1, d_head=32, d_ff=64, vocab=256)
+    changes = {f"model.{key}": size for key, size in sizes.items()} | published.mixture(2, 64, 2, 1, 256, 4, 2, 64)
+    changes |= published.at(8, 256, dp=8) | published.microbatches(1) | {"model.d_head": 32, "model.kernel": "xla"}
+    flops = {}
+    for where, kernel in {"H100:8": IN_BLOCKS, "v5e:2x4": GROUPED_PRODUCTS}.items():
+        settings, topology = published.settings_of(published.gpus("a mixture", 1.0, "", where, changes))
+        products = traced_work(model_on_topology(settings, topology), settings).products
+        flops[kernel] = sum(op.flops * op.count for op in products if op.kernel == kernel)
+    rows = 256 * 2
+    assert flops[GROUPED_PRODUCTS] == 3 * 3 * 2 * 2 * rows * 64 * 64  # three products in three passes of two layers
+    assert 1 <= flops[IN_BLOCKS] / flops[GROUPED_PRODUCTS] < 2  # blocks are padded
+
+
 def test_a_plan_gives_the_range_of_published_steps_beside_theirs():
-    step = Estimate(1, {"optimizer": 1}, 1.0, 0.0, {}, 0.0, 1.0, 0.0, 2.0, 0.5)
-    assert PUBLISHED_OVER_PLANNED == (0.86, 1.17)
-    assert "range: 1.720 to 2.340 s, as published steps took beside their plans" in [
-        *estimate_parts(step, read_topology("v5e:1x1"))
-    ]
-    assert not any(
-        "range" in str(line) for line in estimate_parts(step, read_topology("v5e:1x1")._replace(shared=True))
-    )
+    step, on_cpus = Estimate(1, {"optimizer": 1}, 1.0, 0.0, {}, 0.0, 1.0, 0.0, 2.0, 0.5), read_topology("v5e:1x1")
+    model = HALF.model
+    mixture = with_keys(HALF, {"model.layers_of": f"moe*{model.layers}"}).model
+
+    def range_of(where, model):
+        return next(str(line) for line in estimate_parts(step, where, model) if "range" in str(line))
+
+    for where, kind, times in [
+        ("v5e:1x1", model, PUBLISHED_OVER_PLANNED["tpu", False]),
+        ("v5e:1x1", mixture, PUBLISHED_OVER_PLANNED["tpu", True]),
+        ("H100:1", model, PUBLISHED_OVER_PLANNED["gpu", False]),
+    ]:
+        least, most = (f"{2 * time:.3f}" for time in times)
+        assert range_of(read_topology(where), kind) == (
+            f"range: {least} to {most} s, as published steps took beside their plans"
+        )
+    assert range_of(read_topology("H100:1"), mixture) == "range: not known, for want of published steps"
+    assert not any("range" in str(line) for line in estimate_parts(step, on_cpus._replace(shared=True), model))

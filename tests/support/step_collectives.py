@@ -10,4 +10,4 @@ def step_collectives(model, rows: int, seq: int) -> list[Sent]:
 
 def at_once(topology):
     """The same chips with messages of no latency, which take the time of their bytes alone."""
-    return topology._replace(chip=topology.chip._replace(start_secs=0.0, link_secs=0.0, network_secs=0.0))
+    return topology._replace(chip=topology.chip._replace(start_secs=0.0, link_secs=0.0, network_secs=0.0, nccl=""))

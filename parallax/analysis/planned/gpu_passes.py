@@ -16,6 +16,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 
 from parallax.analysis.traced.flops import PRODUCT_PRIMITIVES
 from parallax.analysis.traced.memory import SAME_BYTES
+from parallax.analysis.traced.trace import Origin
 from parallax.jaxprs import called, programs_of
 
 REDUCTIONS = ("reduce_sum", "reduce_max")
@@ -43,7 +44,7 @@ class GpuPasses:
         self._find_written(program)
         self._find_read(program)
 
-    def bytes(self, equation: JaxprEqn) -> int | None:
+    def bytes(self, equation: JaxprEqn, origin: Origin | None = None) -> int | None:
         """Bytes that an equation reads and writes, 0 if it is fused; None for products and for writes into slots."""
         name, (x, *_), (out, *_) = equation.primitive.name, equation.invars or [None], equation.outvars
         if name == MAXIMUM and _is_in(self.magnitudes, x):

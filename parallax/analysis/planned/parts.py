@@ -17,7 +17,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 from jax.sharding import PartitionSpec as P
 
 from parallax.analysis.planned.gpu_passes import GpuPasses
-from parallax.analysis.planned.step_time import OpCost, costs_in_equation
+from parallax.analysis.planned.step_time import OpCost, costs_in_equation, passes_of
 from parallax.analysis.traced.collectives import PLAN, Sent
 from parallax.analysis.traced.memory import DATA, Liveness, Program, Value, inline
 from parallax.analysis.traced.trace import Invocation, Origin, Walk
@@ -63,13 +63,13 @@ MARKS = EACH_LAYER, EACH_MICROBATCH, OF_ENDS, GATHERS, NOT_COUNTED
 
 def counted(program: ClosedJaxpr, model: ShardedModel, scope: str = "", known: dict[int, Any] | None = None) -> Counts:
     """Costs of a program that runs in a scope; `known` are values of its arguments."""
-    on_gpus = GpuPasses(program) if is_for_gpus(model.mesh) else None
+    passes = passes_of(program, model)
 
     def count(equation: JaxprEqn, origin: Origin) -> Counter:
         if NOT_COUNTED in origin.stack:
             return Counter()
         plain = origin._replace(stack=_without_marks(origin.stack))
-        costs = costs_in_equation(equation, plain, model=model, on_gpus=on_gpus)
+        costs = costs_in_equation(equation, plain, model=model, passes=passes)
         if not costs:
             return costs
         place = Place(origin.stack, equation.primitive.name, origin.source.startswith(PLAN))

@@ -19,13 +19,14 @@ from parallax.analysis.planned.step_time import (
     CompiledStep,
     Estimate,
     compiled_parts,
+    has_experts,
     predicted,
     time_parts,
 )
 from parallax.analysis.planned.sweep import PricedLayout, Sweep, draw, front
 from parallax.analysis.planned.topology import Topology, read_topology
 from parallax.analysis.traced.recompute import FINER, sets_to_try
-from parallax.config.sections import STATE_DTYPES
+from parallax.config.sections import STATE_DTYPES, ModelConfig
 from parallax.config.settings import Settings, check_settings, default_settings, default_value
 from parallax.display.html import content_html
 from parallax.display.tables import Table, content_text, table_text, text_table
@@ -88,11 +89,11 @@ class Plan:
 
     def __repr__(self) -> str:
         title = plan_heading(self.name, self.settings, self.topology)
-        return "\n".join([title, "", *content_text(estimate_parts(self.estimate, self.topology))])
+        return "\n".join([title, "", *content_text(estimate_parts(self.estimate, self.topology, self.settings.model))])
 
     def _repr_html_(self) -> str:
         title = plan_heading(self.name, self.settings, self.topology).splitlines()
-        return "\n".join(content_html([*title, *estimate_parts(self.estimate, self.topology)]))
+        return "\n".join(content_html([*title, *estimate_parts(self.estimate, self.topology, self.settings.model)]))
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -446,7 +447,7 @@ def verdict(peak_bytes: int, topology: Topology, who: str) -> str:
     return said
 
 
-def estimate_parts(step: Estimate, topology: Topology) -> Iterator[Table | str]:
+def estimate_parts(step: Estimate, topology: Topology, model: ModelConfig) -> Iterator[Table | str]:
     """A predicted step: whether it fits, its memory by component, largest first, and its time by parts."""
     yield from verdict(step.peak_bytes, topology, "predicted").splitlines()
     yield f"MFU {percent(step.mfu)} (analytic)"
@@ -460,8 +461,7 @@ def estimate_parts(step: Estimate, topology: Topology) -> Iterator[Table | str]:
     yield ""
     yield time_parts(analytic_parts(step), step.secs)
     if not topology.shared:
-        least, most = (step.secs * times for times in PUBLISHED_OVER_PLANNED)
-        yield f"range: {least:.3f} to {most:.3f} s, as published steps took beside their plans"
+        yield step_range(step.secs, topology, model)
     name, size = parts[0]
     used = {axis for axes in step.exposed_secs for axis in axes.split()}
     over = [axis for axis in DATA_AXES if axis == "dp" or axis in used] * (step.hidden_secs > step.beside_secs)
@@ -469,6 +469,14 @@ def estimate_parts(step: Estimate, topology: Topology) -> Iterator[Table | str]:
     hidden = f"; {step.hidden_secs:.3f} s of messages over {axes} hide behind the work" * (step.hidden_secs > 0)
     yield f"largest: {name}, {in_bytes(size)}{hidden}"
     yield from host_lines(step, topology)
+
+
+def step_range(secs: float, topology: Topology, model: ModelConfig) -> str:
+    """From how long to how long a step takes that is planned to take so long, in words."""
+    if known := PUBLISHED_OVER_PLANNED.get((topology.chip.platform, has_experts(model))):
+        least, most = (secs * times for times in known)
+        return f"range: {least:.3f} to {most:.3f} s, as published steps took beside their plans"
+    return "range: not known, for want of published steps"
 
 
 def host_lines(step: Estimate, topology: Topology) -> Iterator[str]:

@@ -7,7 +7,8 @@ The estimate needs no compiler and no device:
 *Work* is a sum of three terms. A matrix product takes the longer of FLOPs over the chip's peak and bytes of factors and
 result over its memory bandwidth. A reduction reads its operand twice, since later operations wait for its result. A
 write into slots and sums, such as residuals, writes and reads. All other operations are assumed to be fused with these;
-on GPUs some are passes of their own: parallax/analysis/planned/gpu_passes.py.
+some are passes of their own, on GPUs (parallax/analysis/planned/gpu_passes.py) and of a mixture's rows
+(parallax/analysis/planned/row_passes.py).
 *Bubble* is that of the schedule in lockstep, where a recomputed pass counts as a forward pass. *Messages* are the
 traced collectives over the links of their axes, with a latency for each; where several arrays are one message, they are
 copied together and apart. Gathers of single layers over data axes overlap with the work, as do the permutes of
@@ -27,12 +28,12 @@ import functools
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
-from jax.extend.core import JaxprEqn
+from jax.extend.core import ClosedJaxpr, JaxprEqn
 from jax.sharding import Mesh
 
 from parallax.analysis.compiled.program import (
@@ -46,9 +47,10 @@ from parallax.analysis.compiled.program import (
     costs_of,
     read_step,
 )
-from parallax.analysis.planned.gpu_passes import REDUCTIONS, GpuPasses
+from parallax.analysis.planned.gpu_passes import ADDS, PADDING, REDUCTIONS, SLICES_AT, GpuPasses
 from parallax.analysis.planned.layouts import model_on_topology
 from parallax.analysis.planned.moves import SentPerUse, read_by_update
+from parallax.analysis.planned.row_passes import MIXTURE, RowPasses
 from parallax.analysis.planned.topology import Route, Topology, one_way, route
 from parallax.analysis.traced.collectives import Sent, sent_in_equation
 from parallax.analysis.traced.flops import (
@@ -67,7 +69,7 @@ from parallax.analysis.traced.memory import (
     predicted_memory,
 )
 from parallax.analysis.traced.trace import Origin, step_program, walk
-from parallax.config.sections import ATTENTION
+from parallax.config.sections import ATTENTION, ModelConfig
 from parallax.config.settings import Settings
 from parallax.display.tables import LEAST_SHOWN, Table
 from parallax.display.units import percent
@@ -90,9 +92,14 @@ WRITES = "dynamic_update_slice"
 # Dtypes of products, in ModelConfig.
 EIGHT_BIT = {"int8": "int8", "float8_e4m3fn": "float8", "float8_e5m2": "float8", "float4_e2m1fn": "float4"}
 GROUPED_PRODUCTS = "grouped"
-# Published steps took from so many to so many times as long as planned: the half of benchmarks/published.py to which
-# prices are fitted.
-PUBLISHED_OVER_PLANNED = 0.86, 1.17
+# Blocks of rows and their group's matrix, of which GPUs have products and copies in place of a kernel: an OpCost's
+# `kernel`, too. They are in the module of a mixture itself.
+IN_BLOCKS = "blocks"
+OF_BLOCKS = ("dot_general", SCALED_MATMUL, SLICES_AT, PADDING, ADDS, WRITES)
+# Published steps took from so many to so many times as long as planned as theirs, by platform and whether layers have
+# experts: the rows of benchmarks/published.py by which prices were fitted or mended.
+PUBLISHED_OVER_PLANNED = {("tpu", False): (0.85, 1.10), ("tpu", True): (0.94, 1.28), ("gpu", False): (0.78, 1.36)}
+Passes = GpuPasses | RowPasses | None
 KERNEL_PARTS = (ATTENTION, GROUPED_PRODUCTS)  # kernels, which no compiler of XLA's prices
 BACKWARD_PASS = "backward"  # a direction of Origin
 
@@ -100,7 +107,7 @@ BACKWARD_PASS = "backward"  # a direction of Origin
 class OpCost(NamedTuple):
     """A matrix product of one shape, a reduction or a write: FLOPs, bytes of memory traffic, and number of runs in a
     device's step. `matmul` is as in ModelConfig; "compute" for operations without 8-bit operands. `kernel` is one of
-    KERNEL_PARTS, or "" for what XLA compiles."""
+    KERNEL_PARTS, IN_BLOCKS, or "" for what else XLA compiles."""
 
     flops: int
     bytes: int
@@ -191,9 +198,7 @@ def traced_work(model: ShardedModel, settings: Settings) -> TracedWork:
     """The products and collectives of the first pipeline rank, whose stages are the largest."""
     shape = (settings.data.global_batch, settings.data.seq)
     program, first = step_program(model, *shape), dict.fromkeys(model.axis_sizes, 0)
-    on_gpus = GpuPasses(program) if is_for_gpus(model.mesh) else None
-
-    count = functools.partial(costs_in_equation, model=model, on_gpus=on_gpus)
+    count = functools.partial(costs_in_equation, model=model, passes=passes_of(program, model))
     counted: dict[type, list[tuple[Any, int]]] = defaultdict(list)
     for what, times in walk(program, rank=first, count=count).items():
         counted[type(what)].append((what, times))
@@ -226,12 +231,25 @@ def ticks_beside(schedule: Schedule) -> dict[str, int]:
     return {"forward": int(runs["B"]), "backward": int(runs["F"])}
 
 
-def costs_in_equation(equation: JaxprEqn, origin: Origin, *, model: ShardedModel, on_gpus: GpuPasses | None) -> Counter:
+def passes_of(program: ClosedJaxpr, model: ShardedModel) -> Passes:
+    """The passes over memory that XLA makes of a program besides products, if it is known: all on GPUs, and those of
+    rows on TPUs."""
+    if is_for_gpus(model.mesh):
+        return GpuPasses(program)
+    return RowPasses(program) if has_experts(model.config) else None
+
+
+def has_experts(model: ModelConfig) -> bool:
+    """Whether layers of a model are mixtures."""
+    return any(model.base_of(kind) == "moe" for kind in model.blocks)
+
+
+def costs_in_equation(equation: JaxprEqn, origin: Origin, *, model: ShardedModel, passes: Passes) -> Counter:
     """What an equation costs a device of the first pipeline rank, as a Sent, an OpCost, or bytes over the host's
-    link; nothing if it is fused with others. `on_gpus` are the passes of its program there."""
+    link; nothing if it is fused with others. `passes` are those of its program."""
     first = dict.fromkeys(model.axis_sizes, 0)
     sent = sent_in_equation(equation, origin, rank=first, sizes=model.axis_sizes)
-    work = _pass(equation, origin, on_gpus) or _product(equation, origin, share_of_rows=model.share_of_rows)
+    work = _pass(equation, origin, passes) or _product(equation, origin, share_of_rows=model.share_of_rows)
     return sent or work or moved_by_passes(equation, origin)
 
 
@@ -269,17 +287,22 @@ def estimate(
     host: HostMemory | None = None,
     *,
     packed: bool = True,
+    hidden_axes: Collection[str] = (),
 ) -> Estimate:
     """Estimate the step of a traced program on these chips; without `host`, no arrays are in host memory. Rows are
-    `packed` documents, or one document each."""
+    `packed` documents, or one document each. Another program may send beside its work what goes over `hidden_axes`."""
     host = host or HostMemory()
     bandwidth = topology.chip.hbm_bandwidth * topology.chip.reached.memory
     timed = [(op.direction, op.count * op_secs(op, settings, topology, packed=packed)) for op in traced.products]
     timed += [(call.direction, copy_secs(call, settings, topology.chip)) for call in traced.packed]
     work = sum(secs for _, secs in timed)
-    sent = messages(traced.sent, topology, settings, traced.per_use)
+    sent = [
+        message._replace(hides=message.hides or is_over(message.axes.split(), hidden_axes))
+        for message in messages(traced.sent, topology, settings, traced.per_use)
+    ]
     hiding = sum(message.secs for message in sent if message.hides)
     hidden = hidden_secs(work, hiding)
+    hidden *= 1 - topology.chip.reached.beside  # of what is hidden, this much is saved
     beside = [secs_beside(message, timed, traced.ticks_beside, settings) for message in sent]
     exposed = [m._replace(secs=m.secs * (1 - m.hides * hidden / (hiding or 1)) - b) for m, b in zip(sent, beside)]
     bubble = 0.0 if topology.shared else traced.bubble
@@ -354,12 +377,11 @@ def copy_secs(call: Sent, settings: Settings, chip: Chip) -> float:
 
 def messages(sent: Iterable[Sent], topology: Topology, settings: Settings, per_use: SentPerUse) -> list[CollectiveTime]:
     """Times of the traced collectives, without those that send nothing."""
-    sizes, times = settings.mesh.sizes, []
+    sizes, reached, times = settings.mesh.sizes, topology.as_reached, []
     hiding = ["all-gather", "all-to-all", *["reduce-scatter"] * hides_reduce_scatters(topology.chip.name)]
     for call in sent:
         if not call.bytes:
             continue
-        links = topology.route(sizes, call.axes)
         can_hide = call.kind in hiding or settings.fsdp.prefetch > 0
         ticking = _ticks(call, settings, per_use)
         # Those of layers: a table's message is long, and one once a step is alone, with little compute to hide them.
@@ -371,12 +393,20 @@ def messages(sent: Iterable[Sent], topology: Topology, settings: Settings, per_u
         # All of a layer waits for a message with all of its weights.
         waits = call.module == BY_LAYER and call.kind == "all-gather" and not settings.fsdp.prefetch
         hides = ((_is_of_parameters(call) and can_hide and beside and not waits) or passed_on) and not topology.shared
-        secs = links.secs(call.kind, call.total_bytes) / topology.chip.reached.links
-        secs += call.count * links.latency(call.kind)
+        secs = call.count * reached.route(sizes, call.axes).call_secs(call.kind, call.bytes)
         between_stages = call.kind == "permute" and call.axes == ("pp",) and topology.chip.platform == "tpu"
         beside = call.direction if between_stages and not topology.shared else ""
         times.append(CollectiveTime(" ".join(call.axes), secs, hides, ticking, beside, call.count))
     return times
+
+
+def is_over(axes: Collection[str], hidden: Collection[str]) -> bool:
+    """Whether a message goes over `hidden` axes alone, or over further axes of data besides.
+
+    >>> is_over(["dp", "cp"], ["dp"]), is_over(["cp"], ["dp"]), is_over(["dp", "tp"], ["dp"])
+    (True, False, False)
+    """
+    return any(axis in hidden for axis in axes) and {*axes} <= {*hidden, *DATA_AXES}
 
 
 def _is_of_parameters(call: Sent) -> bool:
@@ -414,16 +444,20 @@ def by_axes(sent: Iterable[CollectiveTime]) -> dict[str, float]:
     return secs
 
 
-def _pass(equation: JaxprEqn, origin: Origin, on_gpus: GpuPasses | None) -> Counter:
-    """A pass over memory beside the products: on GPUs those that XLA makes, elsewhere reductions alone, which read
-    twice."""
-    if on_gpus:
-        moved = on_gpus.bytes(equation)
+def _pass(equation: JaxprEqn, origin: Origin, passes: Passes) -> Counter:
+    """A pass over memory beside the products: on GPUs those that XLA makes, elsewhere reductions, which read twice, and
+    those of a mixture's rows."""
+    moved, kernel = passes.bytes(equation, origin) if passes else None, ""
+    if isinstance(passes, GpuPasses):
+        kernel = IN_BLOCKS * _is_of_blocks(equation, origin)
     elif equation.primitive.name in REDUCTIONS:
         moved = 2 * sum(_bytes(var) for var in (*equation.invars, *equation.outvars))
-    else:
-        moved = 0
-    return Counter({OpCost(0, moved, origin.direction, 0): 1}) if moved else Counter()
+    return Counter({OpCost(0, moved, origin.direction, 0, kernel=kernel): 1}) if moved else Counter()
+
+
+def _is_of_blocks(equation: JaxprEqn, origin: Origin) -> bool:
+    module, _, inner = origin.module.partition("/")  # of which an einsum is a part, with its text as the name
+    return equation.primitive.name in OF_BLOCKS and module == MIXTURE and (not inner or "->" in inner.split("/")[0])
 
 
 def _bytes(var: Any) -> int:
@@ -444,7 +478,8 @@ def _product(equation: JaxprEqn, origin: Origin, *, share_of_rows: float) -> Cou
     by_dtype = name in ("dot_general", SCALED_MATMUL, *GROUPED)
     matmul = EIGHT_BIT.get(equation.invars[0].aval.dtype.name, "compute") if by_dtype else "compute"
     flops = product_flops(equation, share_of_rows, origin.stack) or 0
-    kernel = GROUPED_PRODUCTS if is_grouped(equation, origin.stack) else ATTENTION if name in KERNEL_CALLS else ""
+    kernel = ATTENTION if name in KERNEL_CALLS else IN_BLOCKS * _is_of_blocks(equation, origin)
+    kernel = GROUPED_PRODUCTS if is_grouped(equation, origin.stack) else kernel
     return Counter({OpCost(flops, moved, origin.direction, 0, matmul, kernel): 1})
 
 

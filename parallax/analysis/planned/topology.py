@@ -16,6 +16,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh
 
 from parallax.errors import ConfigError, how_to_install
+from parallax.hardware import nccl
 from parallax.hardware.chips import LINKS_BETWEEN_CORES, Chip, chip
 from parallax.sharding.mesh import axis_between_slices, torus_pieces
 from parallax.step.resolve import Devices
@@ -59,6 +60,15 @@ class Topology(NamedTuple):
     @property
     def is_tpu(self) -> bool:
         return self.chip.platform == "tpu"
+
+    @property
+    def as_reached(self) -> "Topology":
+        """The same chips with links and a network that have what messages reach of them."""
+        chip, reached = self.chip, self.chip.reached
+        rates = dict(
+            ici_bandwidth=chip.ici_bandwidth * reached.links, dcn_bandwidth=chip.dcn_bandwidth * reached.network
+        )
+        return self._replace(chip=chip._replace(**rates))
 
     def matmul_rate(self, dtype: str, matmul: str = "compute") -> float:
         """FLOP/s that matrix products reach, in this dtype or in 8 bits; measured rates are not reduced."""
@@ -243,7 +253,8 @@ class Route(NamedTuple):
     """How fast devices send to each other. `bandwidth` is the bytes a second of a ring, `spread` how much longer an
     all-to-all takes for as many bytes, and `to_one` the bytes a second of a message to one other device. `start` is how
     long a message takes to start, `around` how long its first byte takes to pass all devices, `across` to reach the
-    farthest one and `next` to reach a neighbour, in seconds."""
+    farthest one and `next` to reach a neighbour, in seconds. `ranks` are those of NCCL, of which gathers, scatters and
+    sums have no other latency."""
 
     bandwidth: float
     spread: float
@@ -252,6 +263,7 @@ class Route(NamedTuple):
     around: float = 0.0
     across: float = 0.0
     next: float = 0.0
+    ranks: nccl.Ranks | None = None
 
     def latency(self, kind: str) -> float:
         """Seconds until a collective's first byte is everywhere; an all-reduce scatters and then gathers."""
@@ -263,6 +275,12 @@ class Route(NamedTuple):
         if kind == "permute":
             return sent / self.to_one
         return sent * (self.spread if kind == "all-to-all" else 1) / self.bandwidth
+
+    def call_secs(self, kind: str, sent: float) -> float:
+        """The same with the latency of one call."""
+        if self.ranks and kind in nccl.BY_ALGORITHM:
+            return self.ranks.secs(kind, sent)
+        return self.secs(kind, sent) + self.latency(kind)
 
 
 def route(mesh: Mesh, axes: tuple[str, ...], chip: Chip, group: Sequence[int] = ()) -> Route:
@@ -311,17 +329,20 @@ def _between_hosts(hosts: list[int], chip: Chip) -> Route:
 
     NCCL runs a ring through each network interface. For k GPUs on each host there are k rings: each enters and leaves a
     host at another GPU, passes the others over the switch, and sends a k-th of the bytes over the network. In an
-    all-to-all each GPU sends to the n - k GPUs of other hosts over its own interface.
+    all-to-all each GPU sends to the n - k GPUs of other hosts over its own interface. Without a switch all links of a
+    GPU are in use only if all GPUs of its host are members.
     """
-    switch, network, members = chip.ici_bandwidth * chip.ici_links, chip.dcn_bandwidth, len(hosts)
-    link, count = chip.link_secs, len(set(hosts))
+    members, local, count = len(hosts), min(Counter(hosts).values()), len(set(hosts))
+    pair, network, link = chip.ici_bandwidth * (chip.pair_links or chip.ici_links), chip.dcn_bandwidth, chip.link_secs
+    switch = min(chip.ici_bandwidth * chip.ici_links, pair * max(1, local - 1))
     if count == 1:
-        return Route(switch, 1.0, switch, chip.start_secs, (members - 1) * link, link, link)
-    local = min(Counter(hosts).values())
+        ranks = nccl.Ranks(members, 1, chip.nccl, switch) if chip.nccl else None
+        return Route(switch, 1.0, pair, chip.start_secs, (members - 1) * link, link, link, ranks)
     rings = min(local * network, switch)
     spread = (members - local) / (members - 1) * rings / network
     around = (members - count) * link + (count - 1) * chip.network_secs
-    return Route(rings, spread, network, chip.start_secs, around, chip.network_secs, chip.network_secs)
+    ranks = nccl.Ranks(members, count, chip.nccl, rings) if chip.nccl else None
+    return Route(rings, spread, network, chip.start_secs, around, chip.network_secs, chip.network_secs, ranks)
 
 
 def closes(chip: Chip, extents: list[int], extent: int) -> bool:
