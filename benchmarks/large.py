@@ -10,6 +10,7 @@ BATCHES, the same for every number of chips; rows are packed documents. The whol
 """
 
 import contextlib
+import itertools
 import math
 import os
 import sys
@@ -25,8 +26,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from arguments import Arguments, config_of, run_benchmark, whole_number
 
 # Rows of a step: 16.8 M tokens, as published for Llama-3.1-405B.
-BATCHES = {"llama3_70b": 2048, "llama3_405b": 2048, "tiny_gqa": 64}
-MODELS = ("llama3_70b", "llama3_405b")
+BATCHES = {"llama3_70b": 2048, "llama3_405b": 2048, "deepseek_v3": 4096, "tiny_gqa": 64}
+MODELS = ("llama3_70b", "llama3_405b", "deepseek_v3")
 # A slice of v5p has at most 6,144 chips, one of v7x 9,216.
 SLICES = ("4x8x8", "8x8x16", "16x16x16"), ("8x8x16", "16x16x16")
 TPUS = [f"{chip}:{shape}" for chip in ("v5p", "v7x") for shape in SLICES[0]]
@@ -35,6 +36,7 @@ TOPOLOGIES = (*TPUS, *(f"H100:{hosts}x8" for hosts in (32, 128, 512, 2048)))
 # Ranks along pp, cp and tp that are tried.
 WITHIN = [(1, 1, 1), (1, 1, 4), (1, 1, 8), (1, 2, 1), (1, 4, 1), (1, 8, 1), (1, 16, 1), (1, 4, 4)]
 WITHIN += [(4, 1, 1), (8, 1, 1), (16, 1, 1), (4, 1, 8), (8, 1, 8), (16, 1, 8)]
+EXPERT_RANKS = (8, 16, 32, 64)  # of a model with experts
 MOST_ROWS, MOST_OVER, GROUP = 4, 16, 256  # rows of a microbatch; ranks over the fewest that rows allow; GPUs of FSDP
 LEFT_OUT = ("none", "attention", "stage")  # values of remat that are dominated by others
 SCHEDULES = (("one_f_one_b", 1), ("interleaved", 2))
@@ -84,7 +86,7 @@ def settings_on(name: str, topology: Any, replicas: int) -> Any:
 
     config = config_of(name)
     stages = topology.slices // math.gcd(topology.slices, replicas)  # without replicas, stages cross the network
-    config.mesh.update(simulate=0, pp=stages, dp=topology.devices // replicas // stages, replica=replicas)
+    config.mesh.update(simulate=0, pp=stages, dp=topology.devices // replicas // stages, ep=1, replica=replicas)
     config.data.global_batch = BATCHES[name]
     config.model.dtype = "bfloat16"
     config.pipeline.microbatches = stages
@@ -141,7 +143,8 @@ def layouts(settings: Any, topology: Any) -> Iterator[Any]:
     from parallax.errors import divisors
 
     model, seq = settings.model, settings.data.seq
-    sets = [remat for remat in sets_to_try(model, seq=seq) if remat not in LEFT_OUT]
+    expert_ranks = EXPERT_RANKS if model.has_mixtures else (1,)
+    sets = [remat for remat in sets_to_try(model, seq=seq, exchanges=model.has_mixtures) if remat not in LEFT_OUT]
     now, replicas = Choice.of(settings), settings.mesh.replica
     devices, rows = topology.devices // replicas, settings.data.global_batch // replicas
     for pp, cp, tp in WITHIN:
@@ -152,9 +155,10 @@ def layouts(settings: Any, topology: Any) -> Iterator[Any]:
         for microbatches in divisors(rows // data):
             if microbatches < pp or rows // data // microbatches > MOST_ROWS:
                 continue
-            for schedule, virtual in SCHEDULES if pp > 1 else [("gpipe", 1)]:
-                for remat in sets:
-                    shape = dict(pp=pp, dp=data, cp=cp, tp=tp, microbatches=microbatches, remat=remat)
+            schedules = SCHEDULES if pp > 1 else [("gpipe", 1)]
+            for (schedule, virtual), remat, ep in itertools.product(schedules, sets, expert_ranks):
+                if data % ep == 0:
+                    shape = dict(pp=pp, dp=data // ep, cp=cp, ep=ep, tp=tp, microbatches=microbatches, remat=remat)
                     yield now._replace(**shape, schedule=schedule, virtual=virtual)
 
 

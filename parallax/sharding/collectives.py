@@ -83,10 +83,7 @@ def offset(layout: Layout, dim: str, local_size: int) -> Array | int:
 def after(x: Array, earlier: Array) -> Array:
     """Return `x`, but only after `earlier` has been computed.
 
-    XLA starts the collectives of a simulated device in the order of the program, and each occupies one of a few threads
-    until it is done. But a loop or a branch runs in other threads, in parallel with operations that do not read its
-    result. Then devices reach the collectives of both in different orders, and collectives of the same ranks may be
-    confused. If one device waits in a message and its neighbour in a pass of this tick, they deadlock.
+    It keeps the messages of simulated devices in one order (`parallax/sharding/message_order.py` says why).
     XLA removes an optimization_barrier before it fixes that order, so this function uses arithmetic that XLA cannot
     simplify. If a gradient is NaN, in which case the step is lost, messages are NaN, too.
 

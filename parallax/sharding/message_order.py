@@ -62,10 +62,12 @@ class _Value(NamedTuple):
 
 
 class _Sender(NamedTuple):
-    """Results of a message, or of a loop or a branch with messages; these run `alone`."""
+    """Results of a message, or of a loop or a branch with messages, which run `alone`, and what came before: the
+    numbers of the senders that it reads or waits for."""
 
     results: list[Array]
     alone: bool
+    earlier: frozenset[int] = frozenset()
 
 
 class _Turns:
@@ -101,25 +103,26 @@ class _Turns:
         if not any(each.primitive.name in KIND_OF_PRIMITIVE for each in (equation, *within(equation))):
             return [_Value(out, read) for out in apply(equation, arrays)]
         alone = equation.primitive.name not in KIND_OF_PRIMITIVE
-        read |= self._tie(arrays, read, [alone or sender.alone for sender in self.senders])
+        read = self._tie(arrays, read, [alone or sender.alone for sender in self.senders])
         outs = apply(equation, arrays)
-        self.senders.append(_Sender([*filter(_is_float, outs)], alone))
+        self.senders.append(_Sender([*filter(_is_float, outs)], alone, read))
         return [_Value(out, read | {len(self.senders) - 1}) for out in outs]
 
-    def _tie(self, arrays: list[Any], read: frozenset[int], apart: Sequence[bool]) -> set[int]:
-        """Make the smallest array that can be wait for each sender that is `apart` and was not read, and returns these
-        senders. Integers come last: one may say which branch runs, which a reader of the program wants to know. What
-        gives integers alone, or varies over more axes than each of the arrays, is not waited for."""
+    def _tie(self, arrays: list[Any], read: frozenset[int], apart: Sequence[bool]) -> frozenset[int]:
+        """Make the smallest array that can be wait for each sender that is `apart` and was not read, the latest first,
+        and returns all that were read or are waited for, now or by these. Integers come last: one may say which branch
+        runs, which a reader of the program wants to know. What gives integers alone, or varies over more axes than each
+        of the arrays, is not waited for."""
         sizes = {place: (not _is_float(x), x.size) for place, x in enumerate(arrays) if isinstance(x, Array)}
-        places, waits = sorted(sizes, key=sizes.get), set()
-        for number in sorted(set(range(len(self.senders))) - read):
-            pairs = ((place, result) for place in places for result in self.senders[number].results)
+        places = sorted(sizes, key=sizes.get)
+        for number, sender in reversed([*enumerate(self.senders)]):
+            pairs = ((place, result) for place in places for result in sender.results)
             pairs = (pair for pair in pairs if varying_axes(pair[1]) <= varying_axes(arrays[pair[0]]))
-            if apart[number] and (pair := next(pairs, None)):
+            if number not in read and apart[number] and (pair := next(pairs, None)):
                 place, result = pair
                 arrays[place] = after(arrays[place], result)
-                waits.add(number)
-        return waits
+                read |= sender.earlier | {number}
+        return read
 
 
 def _is_float(x: Array) -> bool:
