@@ -113,11 +113,14 @@ class SaveNamed(SaveAll):
 class SaveLayerInput(SaveAll):
     """Passes that save the layer's input, from which the backward pass runs the layer again."""
 
+    in_rows: bool = False  # whether it is read in row-major memory layout
+
     def forward(self, weights: Any, x: Array, context: Context) -> tuple[Array, Pools]:
         return self.block.apply(weights | noise_of(context), x, context), {"F to B": [x]}
 
     def residuals(self, weights: Any, context: Context, saved: Pools) -> list[Array]:
         (x,) = saved["F to B"]
+        x = row_major(x) if self.in_rows else x
         return self.output_and_residuals(weights, x, context)[1]
 
 
@@ -205,6 +208,7 @@ def layer_passes(
     *,
     split: bool,
     in_rows: bool,
+    input_in_rows: bool = False,
     plan: ShardingPlan,
     stack: str,
     weights: Any,
@@ -213,8 +217,9 @@ def layer_passes(
 ) -> LayerPasses:
     """The passes of a stack's layers for a gathered layer's weights, an input and a context of these shapes.
 
-    `in_rows` as in `relays_what_is_read`. With remat="stage" a stage runs its layers again before B, and these passes
-    save all for the time of B.
+    `in_rows`: whether saved activations are read in row-major memory layout, as `relays_what_is_read` says;
+    `input_in_rows`: whether the input is, from which remat="layer" recomputes. With remat="stage" a stage runs its
+    layers again before B, and these passes save all for the time of B.
     Raises ConfigError if the block names an activation that `pipeline.remat` does not know.
     """
     *vjp, program = traced_vjp(block, plan, stack, weights, x, context)
@@ -229,7 +234,7 @@ def layer_passes(
         names = (LAYER_INPUT, *selection.names)
         passes = SaveNamed(block, *vjp, program, {"F to B": [x, *named]}, names, selection, in_rows)
     elif remat == "layer":
-        passes = SaveLayerInput(block, *vjp, program, {"F to B": [x]}, (LAYER_INPUT,))
+        passes = SaveLayerInput(block, *vjp, program, {"F to B": [x]}, (LAYER_INPUT,), input_in_rows)
     else:
         passes = SaveAll(block, *vjp, program, {"F to B": residuals}, (LAYER_INPUT,) if remat == "stage" else ())
     return Divided.of(passes, remat == "none", weights, residuals, context, y) if split else passes

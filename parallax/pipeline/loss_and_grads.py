@@ -144,7 +144,10 @@ def first_state(pipeline: Pipeline) -> State:
 def passes_of_training(layers: Layers, ends: MicrobatchHead | BatchedHead) -> list[LayerPasses]:
     """The passes of each kind of layers."""
     model = layers.model
-    settings = dict(remat=model.pipeline.remat, split=model.schedule.split, in_rows=relays_what_is_read(model.mesh))
+    in_rows = relays_what_is_read(model.mesh)
+    # Where a tick allocates slots, XLA lays them out for the products that read the input, and copies nothing.
+    settings = dict(in_rows=in_rows, input_in_rows=in_rows and model.carries_residuals)
+    settings |= dict(remat=model.pipeline.remat, split=model.schedule.split)
     shapes = [jax.tree.flatten(arguments) for arguments in arguments_of_layers(layers, ends)]
     return [
         _passes_of_shapes(passes.block, structure, *leaves, stack=stack, plan=model.plan, **settings)
