@@ -41,6 +41,7 @@ RUNS = {
     "curves.py --recipes": r"\| float8 row \| \d\.\d{4} \| [+-]\d+\.\d\d % \|",
     "data.py": r" +256 +32 +\d+\.\d +\d+\.\d +\d+\.\d",
     "decoding.py --ours": r"\| mla \| 2 \|( [\d,]+ \|){2}( - \|){4} \d+\.\d \|",
+    "first_step.py": r"\| until here \| \d+\.\d \| \d+\.\d \| \d+ \| \d+\.\d \|",
     "gspmd.py": r"losses, and gradients of \d+ parameters: gspmd/ours 1\.000000",
     "gspmd.py --here": r"gspmd/ours \d+\.\d{3}",
     "gpus.py": r"\| `tiny_gqa` \| H100:1x8 \| fits \|( [\d.]+ MiB \|){2} [\d.e-]+ s \| \d+ % \| [\d.]+ MiB \| .* \|",
@@ -89,7 +90,15 @@ NEED_LIBTPU = (
 )
 NEED_CUDA = ("gpus.py", "published.py")
 NEED_TRANSFORMERS = {"hf_table.py": ("torch", "transformers"), "tasks.py": ("torch", "transformers", "lm_eval")}
-PROCESSES = ("curves.py", "curves.py --recipes", "options.py --here", "recipes.py", "soak.py", "step.py")
+PROCESSES = (
+    "curves.py",
+    "curves.py --recipes",
+    "first_step.py",
+    "options.py --here",
+    "recipes.py",
+    "soak.py",
+    "step.py",
+)
 # The others compile seconds of programs: those are run always that share the least.
 SECONDS = (
     "large.py",

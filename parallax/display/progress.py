@@ -10,6 +10,7 @@ library is loaded and writes lines to logs and pipes.
 """
 
 import contextlib
+import gc
 import os
 import re
 import sys
@@ -205,21 +206,34 @@ def printing_progress(printer: ProgressPrinter | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def loading(module: str, stream: TextIO | None) -> Iterator[None]:
-    """Report that a program loads JAX, silence JAX's start-up messages, and print progress from then on.
+    """Report that a program loads JAX, silence JAX's start-up messages, and print progress from then on. What is loaded
+    is no garbage: it is not searched for any, now or later.
 
-    `module` is the `__name__` of the file: nothing is printed if another program imports it, or for --help.
+    `module` is the `__name__` of the file: nothing is printed if another program imports it, or for --help, and that
+    program decides about its garbage.
     """
     # XLA's C++ reads this when it is loaded. It hides start-up messages unless the user has set it.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     if module == "__main__" and not any(re.fullmatch("-h|--?help.*", word) for word in sys.argv[1:]):
         print_progress_on(stream)
     try:
-        with waiting("loading JAX"):
+        with waiting("loading JAX"), _no_garbage() if module == "__main__" else contextlib.nullcontext():
             yield
     except KeyboardInterrupt:
         if module != "__main__":
             raise
         raise SystemExit(INTERRUPTED) from None  # nothing has begun, so a traceback of imports would not help
+
+
+@contextlib.contextmanager
+def _no_garbage() -> Iterator[None]:
+    """Python's collector searches nothing that is made in this context."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def print_progress_on(stream: TextIO | None) -> None:

@@ -102,12 +102,11 @@ def init_state(model: ShardedModel, tx: optax.GradientTransformation, seed: int)
     params = model.init(seed)
     shardings = state_shardings(model, tx)
 
-    def init(params: Any) -> Any:
-        return in_their_memory(tx.init(widened(jax.tree.map(to_device, params))), shardings.opt_state)
+    def rest(params: Any) -> TrainState:
+        opt_state = in_their_memory(tx.init(widened(jax.tree.map(to_device, params))), shardings.opt_state)
+        return TrainState(jnp.int32(0), None, opt_state, init_guard())
 
-    opt_state = jax.jit(init, out_shardings=shardings.opt_state)(params)
-    step, guard = jax.device_put((jnp.int32(0), init_guard()), (shardings.step, shardings.guard))
-    return TrainState(step, params, opt_state, guard)
+    return jax.jit(rest, out_shardings=shardings._replace(params=None))(params)._replace(params=params)
 
 
 @in_32_bits()

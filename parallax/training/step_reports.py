@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from parallax.config.sections import OptimizerConfig
@@ -39,7 +38,7 @@ def learning_rates(config: OptimizerConfig, steps: int) -> Callable[[int], float
 
     @functools.lru_cache(maxsize=2)
     def compute(block: int) -> np.ndarray:
-        return np.asarray(schedule(block * RATES_BLOCK + jnp.arange(RATES_BLOCK, dtype=jnp.int32)))
+        return np.asarray(schedule((block * RATES_BLOCK + np.arange(RATES_BLOCK)).astype(np.int32)))
 
     return lambda update: float(compute(update // RATES_BLOCK)[update % RATES_BLOCK])
 

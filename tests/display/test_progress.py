@@ -1,6 +1,7 @@
 """Nothing waits in silence: what is waited for is named within a second or two, and again every few seconds."""
 
 import errno
+import gc
 import io
 import os
 import pathlib
@@ -9,7 +10,7 @@ import sys
 
 import pytest
 
-from parallax.display.progress import ProgressPrinter, printing_progress, stop_progress, waiting
+from parallax.display.progress import ProgressPrinter, loading, printing_progress, stop_progress, waiting
 from parallax.display.units import duration, in_bytes
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -198,3 +199,17 @@ def test_ctrl_c_while_jax_is_loaded_is_quiet(tmp_path):
             cwd=ROOT, env=os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}, capture_output=True, text=True, timeout=60,
         )  # fmt: skip
         assert ended.returncode == 130 and "Traceback" not in ended.stderr + ended.stdout, ended.stderr
+
+
+@pytest.mark.parametrize(("module", "searched"), [("__main__", False), ("parallax.cli.train", True)])
+def test_what_a_command_loads_is_not_searched_for_garbage(module, searched, monkeypatch):
+    """Another program that imports the command decides about its own."""
+    monkeypatch.setattr(sys, "argv", ["train.py", "--help"])  # no progress is printed
+    try:
+        with loading(module, None):
+            assert gc.isenabled() == searched
+            assert gc.get_freeze_count() == 0
+        assert gc.isenabled()
+        assert (gc.get_freeze_count() > 0) == (not searched)
+    finally:
+        gc.unfreeze()

@@ -229,6 +229,7 @@ PARSED = {
             "bare.py",
             "guard.py",
             "compile_time.py",
+            "first_step.py",
             "schedules.py memory",
             "schedules.py time --rounds 3",
             "schedules.py flops",
