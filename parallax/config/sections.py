@@ -684,11 +684,7 @@ class ModelConfig(Section, most=2**24, saved=True):
         >>> ModelConfig(layers=5, **kinds).layer_kinds
         ('dense', 'dense', 'moe', 'dense', 'moe')
         """
-        if not self.kinds:
-            return self.named_kinds
-        blocks = {kind: self.base_of(kind) for kind in {*self.named_kinds}}
-        blocks |= {kind: shapes[0] for shapes in self._kinds_by_shape.values() for kind in shapes}
-        return tuple(blocks[kind] for kind in self.named_kinds)
+        return _layer_kinds(self)
 
     def base_of(self, kind: str) -> str:
         """The kind of which this one is a variant, "dense" or "moe"; itself if it has a class of the user's.
@@ -703,23 +699,12 @@ class ModelConfig(Section, most=2**24, saved=True):
     @property
     def layer_bases(self) -> tuple[str, ...]:
         """`base_of` each layer, in order."""
-        bases = {kind: self.base_of(kind) for kind in {*self.layer_kinds}}
-        return tuple(bases[kind] for kind in self.layer_kinds)
+        return _layer_bases(self)
 
     @property
     def has_mixtures(self) -> bool:
         """Whether it has layers of experts."""
         return "moe" in self.layer_bases
-
-    @property
-    def _kinds_by_shape(self) -> dict[tuple, list[str]]:
-        """Names of kinds whose shapes are not the model's, by their base and shapes."""
-        kinds: dict[tuple, list[str]] = {}
-        for kind in settings_by_name("model.kinds", self.kinds):
-            shapes = _shapes_of(self.of_kind(kind))
-            if shapes != _shapes_of(self):
-                kinds.setdefault((self.base_of(kind), *shapes), []).append(kind)
-        return kinds
 
     def of_block(self, kind: str) -> "ModelConfig":
         """The settings of a block of this kind: the model's, but for shapes.
@@ -885,6 +870,33 @@ class ModelConfig(Section, most=2**24, saved=True):
     def kv(self, tp: int) -> str:
         """Layout of key-value heads on `tp` tensor-parallel ranks: each rank has all heads if there are too few."""
         return "kv_heads/tp" if self.kv_heads % tp == 0 else "kv_heads"
+
+
+# A plan asks for each equation of a step whether there are mixtures, and to read the text of kinds takes milliseconds.
+@functools.lru_cache(maxsize=32)
+def _layer_kinds(model: ModelConfig) -> tuple[str, ...]:
+    named = model.named_kinds
+    if not model.kinds:
+        return named
+    blocks = {kind: model.base_of(kind) for kind in {*named}}
+    blocks |= {kind: shapes[0] for shapes in _kinds_by_shape(model).values() for kind in shapes}
+    return tuple(blocks[kind] for kind in named)
+
+
+@functools.lru_cache(maxsize=32)
+def _layer_bases(model: ModelConfig) -> tuple[str, ...]:
+    bases = {kind: model.base_of(kind) for kind in {*model.layer_kinds}}
+    return tuple(bases[kind] for kind in model.layer_kinds)
+
+
+def _kinds_by_shape(model: ModelConfig) -> dict[tuple, list[str]]:
+    """Names of kinds whose shapes are not the model's, by their base and shapes."""
+    kinds: dict[tuple, list[str]] = {}
+    for kind in settings_by_name("model.kinds", model.kinds):
+        shapes = _shapes_of(model.of_kind(kind))
+        if shapes != _shapes_of(model):
+            kinds.setdefault((model.base_of(kind), *shapes), []).append(kind)
+    return kinds
 
 
 def _shapes_of(model: ModelConfig) -> tuple:

@@ -2,6 +2,7 @@
 
 import re
 
+import jax
 import pytest
 from support.docs_commands import ROOT
 from support.hlo_examples import CHAIN
@@ -133,7 +134,17 @@ def test_a_collective_in_pieces_is_named_at_each():
     assert named == {"// all-gather over dp: activations of mlp/up"} and len(notes) > 1
 
 
+@pytest.fixture
+def lines_in_programs():
+    """As users have them; other tests' programs name no lines."""
+    before = jax.config.jax_traceback_in_locations_limit
+    jax.config.update("jax_traceback_in_locations_limit", 100)
+    yield
+    jax.config.update("jax_traceback_in_locations_limit", before)
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("lines_in_programs")
 def test_the_compiled_program_of_a_step_names_all_that_moves():
     model = build((2, 2, 2), attention="gqa", layers=4)
     optimizer = make_optimizer(optimizer_config(warmup_steps=0), 10, model.plan.rows)

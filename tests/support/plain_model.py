@@ -52,9 +52,14 @@ class PlainMixture(nn.Module):
         if m.router_normalized:
             weights_BSE /= weights_BSE.sum(axis=-1, keepdims=True)
         limit = m.expert_limit if m.expert_activation == "clamped" else None
-        y = m.router_scale * sum(
-            weights_BSE[..., expert, None] * self.of_expert(x, expert, limit) for expert in range(m.experts)
-        )
+        held = dict(params["experts"]) | {"down_bias": params.get("down_bias")}
+
+        def with_expert(y, expert):
+            weight_BS1 = jnp.take(weights_BSE, expert, axis=-1)[..., None]
+            return y + weight_BS1 * self.of_expert(held, x, expert, limit), None
+
+        # A loop, of which one expert is compiled and not each.
+        y = m.router_scale * jax.lax.scan(with_expert, jnp.zeros_like(x), jnp.arange(m.experts))[0]
         if m.shared_experts:
             gate = jax.nn.sigmoid(x @ params["shared_gate"]) if m.shared_gate else 1
             products = [functools.partial(self.shared_product, name) for name in ("gate", "up", "down")]
@@ -68,9 +73,8 @@ class PlainMixture(nn.Module):
         self.sow("notes", "mixture", Notes(losses, chosen_BSE.sum(axis=(0, 1)), margin))
         return y
 
-    def of_expert(self, x, expert, limit):
+    def of_expert(self, held, x, expert, limit):
         """What one expert makes of all tokens."""
-        held = self.variables["params"]["experts"] | {"down_bias": self.variables["params"].get("down_bias")}
 
         def product(name, x):
             kernel = held[name][expert]
