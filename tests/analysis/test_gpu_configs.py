@@ -78,6 +78,13 @@ COPIES = """
 copies = [one for one, home in found if one.kind.startswith("copy") and not home.name.startswith("fused_")]
 print(sum(one.shape.strip("(").startswith("f32") for one in copies))
 """
+GROUPED = """
+import re
+from collections import Counter
+
+calls = [one for one, _ in found if one.target.startswith("__gpu$xla.gpu.triton")]
+print(*sorted(Counter(re.search(r"by_group/(\\w+)", one.op_name)[1] for one in calls).items()))
+"""
 IN_A_BRANCH = """
 import parallax.step.step
 
@@ -161,6 +168,18 @@ def test_a_mixture_is_planned_as_it_is_compiled():
     planned, memory = run_beside("tests/gpu_configs.py", "gpt_oss_20b", "H100:1x8", *few).splitlines()[-2:]
     assert abs(float(memory.split()[-1]) - 1) < 0.05
     assert abs(float(planned.split()[3]) - 1) < 0.2
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("exchange", ["gather", "ragged"])
+def test_experts_are_compiled_as_kernels_for_groups(exchange):
+    """Forward gate and up as one, and down; backward the gradients of its rows and of theirs, and of three matrices.
+    All twice, for a usual load and for more; then gate and up are computed anew for down, for rows and for matrices."""
+    changes = ["model.layers_of=moe*2", "model.experts=8", "model.experts_per_token=2", "model.d_expert=128"]
+    changes += ["mesh.ep=2", f"layout.exchange={exchange}", "pipeline.microbatches=1", "pipeline.remat=none"]
+    printed = run_beside("-c", STEP.replace("H100:1", "H100:1x2") + GROUPED, *changes)
+    assert printed.strip() == "('gmm_gated', 4) ('gmm_rows', 7) ('gmm_sums', 6)"
 
 
 @needs_compiler

@@ -135,17 +135,20 @@ def test_an_unknown_form_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("dtype", "width", "chip", "form"),
+    ("dtype", "width", "kind", "form"),
     [
-        ("bfloat16", 48, "NVIDIA H100", "pallas_call"),
-        ("bfloat16", 40, "NVIDIA H100", "scan"),  # no multiple of 16
-        ("float32", 48, "NVIDIA H100", "scan"),
-        ("bfloat16", 48, "TPU v5p", "ragged_dot_general"),
+        ("bfloat16", 48, "NVIDIA H100 80GB HBM3", "pallas_call"),
+        ("bfloat16", 48, "NVIDIA GeForce RTX 5090", "pallas_call"),  # of which no data sheet is here
+        ("bfloat16", 40, "NVIDIA H100 80GB HBM3", "scan"),  # no multiple of 16
+        ("float32", 48, "NVIDIA H100 80GB HBM3", "scan"),
+        ("bfloat16", 48, "Tesla T4", "scan"),  # has no bfloat16
+        ("bfloat16", 48, "TPU v5", "ragged_dot_general"),
     ],
 )
-def test_gpus_multiply_in_tiles_what_they_read_in_whole_lines(dtype, width, chip, form):
+def test_gpus_have_kernels_for_rows_that_they_read_in_whole(dtype, width, kind, form):
     x, w = (jax.ShapeDtypeStruct(shape, dtype) for shape in ((256, 64), (4, 64, width)))
-    with jax.sharding.use_abstract_mesh(abstract_mesh({"dp": 1}, chip=chip)):
+    device = jax.sharding.AbstractDevice(kind, None, "tpu" if "TPU" in kind else "gpu")
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((1,), ("dp",), abstract_device=device)):
         assert form in str(jax.make_jaxpr(grouped_dot)(x, w, jax.ShapeDtypeStruct((4,), "int32")))
 
 
