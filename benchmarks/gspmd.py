@@ -1,6 +1,6 @@
 """Parallax's training step compared with the same model under `jit` with sharding annotations, compiled for TPUs.
 
-    python benchmarks/gspmd.py [--config llama_1b_16] [--topology v5e:4x4] [--set mesh.dp=8 mesh.tp=2] [--rows 0 1]
+    python benchmarks/gspmd.py [--layout tp] [--config llama_1b_16] [--topology v5e:4x4] [--set KEY=VALUE] [--rows 0 1]
     python benchmarks/gspmd.py --here [--config gpu_80gb] [--set data.global_batch=32] [--rounds 6]
 
 With --here both take steps on this machine's devices, in turns; times are medians, and the first two steps are not
@@ -9,8 +9,9 @@ same, the compiler's options too but where a row says otherwise, and both steps 
 The annotated model, benchmarks/gspmd_model.py, is plain jnp; XLA (GSPMD) makes its collectives. *GiB* are arguments and
 temporaries of a chip; *step*, *compute*, *kernels* and *waits* are milliseconds. Of collectives: calls and GiB that a
 chip sends in a step, and the share of these that is asynchronous, with compute between start and done. The last line
-compares the step times of Parallax and of the fastest annotated row. `--smoke` compiles for no slice: one step of each
-side on 8 simulated devices, whose losses and gradients must be the same.
+compares the step times of Parallax and of the fastest annotated row. `--layout` is one of four for 16 chips: FSDP 16,
+and FSDP 8 with TP 2, CP 2 or EP 2; with EP the MLP is a mixture of the same active FLOPs. `--smoke` compiles for no
+slice: one step of each side and layout on 8 simulated devices, whose losses and gradients must be the same.
 """
 
 import argparse
@@ -43,13 +44,22 @@ ROWS = [
 CONFIGS = ["llama_1b_16", "llama2_7b_64", "gpu_80gb", "tiny_gqa"]
 COLUMNS = ("step", "compute", "kernels", "waits", "MFU", "GiB")
 CALLS = ("axes", "collective", "calls", "GiB sent", "beside compute")
-SMOKE = {"mesh.dp": 4, "mesh.tp": 2, "mesh.simulate": 8, "pipeline.microbatches": 2, "pipeline.remat": "elementwise"}
+MIXTURE = {"model.layers_of": "moe*16", "model.experts": 8, "model.experts_per_token": 2, "model.d_expert": 4096}
+LAYOUTS = {
+    "fsdp": {},
+    "tp": {"mesh.dp": 8, "mesh.tp": 2, "layout.residual": "batch/dp seq/tp d_model"},
+    "cp": {"mesh.dp": 8, "mesh.cp": 2},
+    "ep": {"mesh.dp": 8, "mesh.ep": 2, "pipeline.microbatches": 4, **MIXTURE},
+}
+SMOKE = {"mesh.dp": 4, "mesh.simulate": 8, "pipeline.microbatches": 2, "pipeline.remat": "elementwise"}
+SMOKE_OF = {"fsdp": {"mesh.dp": 8}, "ep": {"model.layers_of": "moe*2", "model.experts": 4, "model.d_expert": 48}}
 TOLERANCE = 1e-5  # float32, added up in another order
 
 
 def main() -> None:
     parser = Arguments(description=__doc__, smallest={"rounds": 2})
     parser.add_argument("--config", default="llama_1b_16", choices=CONFIGS)
+    parser.add_argument("--layout", default="fsdp", choices=LAYOUTS, help="settings of 16 chips, before --set")
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--topology", default="v5e:4x4")
     where.add_argument("--here", action="store_true", help="take steps on this machine's devices")
@@ -71,8 +81,9 @@ def main() -> None:
     import parallax as px
 
     devices = absent_devices(args.topology)
-    settings = px.read_settings(config_with(args.config, dict(args.set)).to_dict())
-    print(" ".join([args.config, "on", args.topology, *(f"{key}={value}" for key, value in args.set)]))
+    changes = LAYOUTS[args.layout] | dict(args.set)
+    settings = px.read_settings(config_with(args.config, changes).to_dict())
+    print(" ".join([args.config, "on", args.topology, *(f"{key}={value}" for key, value in changes.items())]))
     print(f"| | {' | '.join(COLUMNS)} |\n{'|---' * (1 + len(COLUMNS))}|")
     found = []
     for row in map(ROWS.__getitem__, args.rows):
@@ -98,7 +109,7 @@ def take_turns(args: argparse.Namespace) -> None:
     import parallax as px
     from parallax.analysis.measured import counting_batch, shortened
 
-    config = config_with("tiny_gqa" if args.smoke else args.config, dict(args.set))
+    config = config_with("tiny_gqa" if args.smoke else args.config, LAYOUTS[args.layout] | dict(args.set))
     if config.mesh.simulate:
         px.simulate_devices(config.mesh.simulate)
     settings = shortened(px.read_settings(config.to_dict()), 2 + args.rounds)
@@ -180,28 +191,42 @@ def calls_by_kind(collectives: Any) -> list[list[str]]:
 
 
 def compare_numbers() -> None:
-    """One step of each side on simulated devices, from the same state with the same batch."""
+    """One step of each side on simulated devices, in each layout, from the same state with the same batch."""
+    import parallax as px
+
+    px.simulate_devices(SMOKE["mesh.simulate"])
+    ratios = [compare_layout(layout) for layout in LAYOUTS]
+    count, worst = sum(count for count, _ in ratios), max((ratio for _, ratio in ratios), key=lambda x: abs(x - 1))
+    print(f"losses, and gradients of {count} parameters: gspmd/ours {worst:.6f}")
+
+
+def compare_layout(layout: str) -> tuple[int, float]:
+    """The number of parameters whose gradients were compared, and the annotated model's loss over ours."""
     import jax
     import numpy as np
 
     import parallax as px
 
-    settings = px.read_settings(config_with("tiny_gqa", SMOKE).to_dict())
-    px.simulate_devices(settings.mesh.simulate)
+    changes = LAYOUTS[layout] | SMOKE | SMOKE_OF.get(layout, {})
+    settings = px.read_settings(config_with("tiny_gqa", changes).to_dict())
     mesh = px.make_mesh(settings.mesh)
     shape = settings.data.global_batch, settings.data.seq + 1
     batch = px.as_batch(np.random.default_rng(0).integers(settings.model.vocab, size=shape))
-    found = []
+    found, params = [], None
     for row in ROWS[:2]:
         model = step_of(row, settings, mesh).model
-        metrics, grads = jax.jit(model.loss_and_grad)(model.init(settings.train.seed), batch)
-        found.append((float(metrics["loss"]), jax.device_get(grads)))
-        print(f"{row.title:6} loss {found[-1][0]:.6f}")
-    (our_loss, our_grads), (loss, grads) = found
+        params = params or model.init(settings.train.seed)
+        if row.annotated:
+            model.room = settings.model.experts  # so that it drops no token, as ours
+        run = jax.jit(model.loss_grads_and_statistics, compiler_options={"xla_backend_optimization_level": 0})
+        metrics, *trees = run(params, batch, None)
+        found.append((float(metrics["loss"]), jax.device_get(trees)))
+        print(f"{layout:6} {row.title:6} loss {found[-1][0]:.6f}")
+    (our_loss, ours), (loss, others) = found
     np.testing.assert_allclose(loss, our_loss, rtol=TOLERANCE)
-    for own, other in zip(jax.tree.leaves(our_grads), jax.tree.leaves(grads), strict=True):
-        np.testing.assert_allclose(other, own, rtol=0, atol=TOLERANCE * abs(own).max())
-    print(f"losses, and gradients of {len(jax.tree.leaves(grads))} parameters: gspmd/ours {loss / our_loss:.6f}")
+    for own, other in zip(jax.tree.leaves(ours), jax.tree.leaves(others), strict=True):
+        np.testing.assert_allclose(other, own, rtol=0, atol=TOLERANCE * abs(own).max(initial=0))
+    return sum(grad.size > 0 for grad in jax.tree.leaves(ours[0])), loss / our_loss
 
 
 if __name__ == "__main__":

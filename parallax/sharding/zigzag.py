@@ -88,19 +88,33 @@ def reshard_in_order(pattern: str, x: Array, order: str = ZIGZAG) -> Array:
     was_cut, is_cut = (CONTEXT_AXIS in layout.cut_of("seq") for layout in (before, after))
     if ranks == 1 or was_cut == is_cut:
         return reshard(pattern, x)
-    numbers = chunks_of(ranks, order).reshape(-1)  # of chunks, rank by rank
     if was_cut:
         move = reshard if CONTEXT_AXIS in after.used_axes() else gather_with_exchange
-        return _reordered(move(pattern, x), np.argsort(numbers), dim)
-    return reshard(pattern, _reordered(x, numbers, dim))
+        return in_order_of_text(move(pattern, x), ranks, dim, order)
+    return reshard(pattern, in_order_of_ranks(x, ranks, dim, order))
 
 
-def _reordered(x: Array, numbers: np.ndarray, axis: int) -> Array:
-    """Move chunk `numbers[i]` to place i of the dim."""
-    if (np.diff(numbers) == 1).all():
+def in_order_of_text(x: Array, ranks: int, dim: int, order: str = ZIGZAG) -> Array:
+    """Whole rows whose tokens are in the order of ranks, rank by rank, in that of the text; `dim` is seq."""
+    if order == CONTIGUOUS:
         return x
-    chunks = x.reshape(*x.shape[:axis], len(numbers), -1, *x.shape[axis + 1 :])
-    return jnp.take(chunks, numbers, axis=axis, unique_indices=True).reshape(x.shape)
+    halves = x.reshape(*x.shape[:dim], ranks, CHUNKS, -1, *x.shape[dim + 1 :]).swapaxes(dim, dim + 1)
+    return _second_reversed(halves, dim).reshape(x.shape)
+
+
+def in_order_of_ranks(x: Array, ranks: int, dim: int, order: str = ZIGZAG) -> Array:
+    """The inverse of `in_order_of_text`."""
+    if order == CONTIGUOUS:
+        return x
+    halves = x.reshape(*x.shape[:dim], CHUNKS, ranks, -1, *x.shape[dim + 1 :])
+    return _second_reversed(halves, dim).swapaxes(dim, dim + 1).reshape(x.shape)
+
+
+def _second_reversed(halves: Array, dim: int) -> Array:
+    """Both halves of a row, [..., 2, ranks, ...], with the ranks of the second in reverse order."""
+    # As a take of chunks, XLA for TPUs would gather in loops, and scatter gradients into zeros.
+    is_first = (np.arange(CHUNKS) == 0).reshape(CHUNKS, *(1,) * (halves.ndim - dim - 1))
+    return jnp.where(is_first, halves, jnp.flip(halves, dim + 1))
 
 
 def to_order(x: Array, axis: int, order: str = ZIGZAG) -> Array:

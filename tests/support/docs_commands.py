@@ -243,6 +243,9 @@ PARSED = {
             "timeline.py --config llama_1b_16 --topology v5e:4x4 --rows 0 12 --names best worst --kernels 1 "
             "--svg docs/performance.svg",
             "gspmd.py",
+            "gspmd.py --layout tp --rows 0 1",
+            "gspmd.py --layout cp --rows 0 1",
+            "gspmd.py --layout ep --rows 0 1",
             "large.py",
             "tpu_compile.py --topology v5e:4x4 --mesh 4,2,2",
             "tpu_compile.py --topology v5p:2x2x4 --mesh 4,2,2",
