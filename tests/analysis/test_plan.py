@@ -607,7 +607,7 @@ class SlowerThan:
     def work(self, choice):
         return self.bound(choice)
 
-    def bound(self, choice, products=None):
+    def bound(self, choice, parts=None):
         return 0.0 if choice == self.row.choice else self.row.estimate.secs * 1.01
 
     def held(self, choice):

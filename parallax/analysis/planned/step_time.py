@@ -74,7 +74,7 @@ from parallax.errors import ConfigError
 from parallax.hardware.chips import KERNEL_EFFICIENCY, Chip, mfu
 from parallax.jaxprs import SCALED_MATMUL
 from parallax.pipeline import BACKWARD, FORWARD, WEIGHTS, ShardedModel
-from parallax.schedules import figures
+from parallax.schedules.pricing import lockstep_bubble
 from parallax.sharding.activations import CONTEXT_AXIS
 from parallax.sharding.bucket import BY_LAYER
 from parallax.sharding.compiler import hides_reduce_scatters, is_absent_gpus
@@ -196,7 +196,7 @@ def traced_work(model: ShardedModel, settings: Settings) -> TracedWork:
         [product._replace(count=times) for product, times in counted[OpCost]],
         sorted(sent._replace(count=times) for sent, times in counted[Sent]),
         model_flops / math.prod(model.axis_sizes.values()),
-        figures(model.schedule, costs_of(model.config, model.pipeline.remat, seq=shape[1])).lockstep_bubble,
+        lockstep_bubble(model.schedule, costs_of(model.config, model.pipeline.remat, seq=shape[1])),
         dict(counted[tuple]) if HOST in moved_in_step(settings) else {},
         SentPerUse.of(model.plan),
         model.plan.trained,
