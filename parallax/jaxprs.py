@@ -3,7 +3,6 @@
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-import jax
 from jax.extend.core import ClosedJaxpr, DebugInfo, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
 
 SCALED_MATMUL = "scaled_matmul_wrapper"  # the primitive of jax.nn.scaled_matmul
@@ -54,9 +53,16 @@ def called(equation: JaxprEqn) -> ClosedJaxpr | None:
 
 def programs_of(equation: JaxprEqn) -> Iterator[ClosedJaxpr]:
     """The programs that an equation runs, without those nested in them."""
-    programs = (Jaxpr, ClosedJaxpr)
-    values = jax.tree.leaves(list(equation.params.values()), is_leaf=lambda value: isinstance(value, programs))
-    yield from (closed(value) for value in values if isinstance(value, programs))
+    for value in equation.params.values():
+        yield from _programs_in(value)
+
+
+def _programs_in(value: Any) -> Iterator[ClosedJaxpr]:
+    if isinstance(value, (Jaxpr, ClosedJaxpr)):
+        yield closed(value)
+    elif isinstance(value, (tuple, list)):
+        for inner in value:
+            yield from _programs_in(inner)
 
 
 def within(equation: JaxprEqn) -> Iterator[JaxprEqn]:

@@ -2,6 +2,7 @@
 
 from parallax.pipeline.embed_and_head import BatchedHead, EndsState, MicrobatchHead
 from parallax.pipeline.layer_passes import SaveAll, traced_vjp
+from parallax.pipeline.layer_runs import repeats_of
 from parallax.pipeline.loss_and_grads import (
     GROUP_LOSSES,
     GROUP_TOKENS,

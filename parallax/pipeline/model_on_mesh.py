@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Mapping
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -194,7 +194,7 @@ class ModelOnMesh:
         again = self.exchange == "ragged" and "dispatch" in recomputed and not of_experts
         return SENT_AGAIN if again else self.exchange
 
-    @property
+    @cached_property
     def share_of_rows(self) -> float:
         """The share of a mixture's rows that is in use if the load of its experts is even."""
         return even_load(self.config, self.axis_sizes.get(EXPERT_AXIS, 1))

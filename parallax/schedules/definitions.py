@@ -3,6 +3,7 @@
 import itertools
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import lru_cache
 
 import numpy as np
 
@@ -243,4 +244,9 @@ def by_name(name: str, ranks: int, microbatches: int, virtual: int = 1) -> Sched
         return accumulate(microbatches)
     if names_code(name):
         return _users(name, ranks, microbatches)
-    return written or SCHEDULES[name](ranks, microbatches, *[virtual] * (name == "interleaved"))
+    return written or _defined(name, ranks, microbatches, virtual)
+
+
+@lru_cache(maxsize=256)  # a sweep builds many models with each schedule
+def _defined(name: str, ranks: int, microbatches: int, virtual: int) -> Schedule:
+    return SCHEDULES[name](ranks, microbatches, *[virtual] * (name == "interleaved"))

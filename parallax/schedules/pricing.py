@@ -65,13 +65,25 @@ def figures(schedule: Timetable, costs: Costs = USUAL) -> Figures:
     In lockstep, as in training, a tick lasts as long as its slowest rank and ends with a message. Asynchronous, as
     in papers, a rank waits only for its inputs.
     """
-    saved = costs.hidden / schedule.virtual * schedule.both.sum() / schedule.ranks
-    work = schedule.microbatches * (costs.forward + costs.backward) - float(saved)  # of an average rank
-    lockstep, time_of = float(tick_ends(schedule, costs)[-1]), times(schedule, costs)
+    work, lockstep = _work_and_lockstep_time(schedule, costs)
+    time_of = times(schedule, costs)
     starts = start_times(schedule, costs, asynchronous=True)
     free = max(start + time_of[action] for action, start in starts.items())
     held = tuple(float(most) for most in activations(schedule))
     return Figures(schedule.ticks, lockstep, 1 - work / lockstep, free, 1 - work / free, held, sends(schedule))
+
+
+def lockstep_bubble(schedule: Timetable, costs: Costs = USUAL) -> float:
+    """The bubble in lockstep, without the other figures."""
+    work, lockstep = _work_and_lockstep_time(schedule, costs)
+    return 1 - work / lockstep
+
+
+def _work_and_lockstep_time(schedule: Timetable, costs: Costs) -> tuple[float, float]:
+    """The time in which an average rank works, and that of all ticks."""
+    saved = costs.hidden / schedule.virtual * schedule.both.sum() / schedule.ranks
+    work = schedule.microbatches * (costs.forward + costs.backward) - float(saved)
+    return work, float(tick_ends(schedule, costs)[-1])
 
 
 def stages_of_rank(name: str, virtual: int = 1) -> int:

@@ -6,10 +6,10 @@ import pytest
 
 from configs.base import get_config
 from parallax.analysis.planned.closed_form import ClosedForm, on_line
-from parallax.analysis.planned.layouts import Choice, choices, with_keys
+from parallax.analysis.planned.layouts import Choice, choices, model_on_topology, with_keys
 from parallax.analysis.planned.parts import LayerCosts, Place
 from parallax.analysis.planned.step_time import OpCost, predict
-from parallax.analysis.planned.sweep import MEMORY_WITHIN, TIME_WITHIN
+from parallax.analysis.planned.sweep import MEMORY_WITHIN, TIME_WITHIN, LeastWork
 from parallax.analysis.planned.topology import read_topology
 from parallax.config.settings import read_settings
 from parallax.errors import ParallaxError
@@ -88,6 +88,40 @@ def test_stages_that_run_again_gather_and_copy_their_weights_again(topology, cho
     assert found.secs == pytest.approx(step.secs, rel=1e-4)
 
 
+CASES = [
+    ("v5e:2x4", {}),
+    ("v5e:2x4", dict(layers=6)),
+    ("v5e:2x4", dict(batch=8, mesh={"dp": 4, "cp": 2})),
+    ("v5e:2x4", MIXTURE),
+    ("v5e:2x4", WINDOWS),
+    ("H100:1x8", dict(d_head=64, seq=256)),
+]
+
+
+@pytest.mark.parametrize(
+    ("topology", "changes"), [CASES[1], *(pytest.param(*case, marks=pytest.mark.slow) for case in CASES)]
+)
+def test_bounds_without_moves_are_below_prices_whatever_is_moved(topology, changes):
+    """Of time, and of memory. Layouts with the same moves have them whichever of them was priced first."""
+    topology, settings = read_topology(topology), settings_of(**changes)
+    closed, drawn = ClosedForm(settings, topology), random.Random(SEED)
+    least, every = LeastWork(settings, topology, model_on_topology(settings, topology)), [*choices(settings, 8)]
+    of_moves: dict[int, list] = {}
+    while len(of_moves) < SAMPLED or max(map(len, of_moves.values())) < 2:
+        choice = drawn.choice(every)
+        try:
+            priced = closed.estimate(choice)
+        except ParallaxError:
+            continue
+        of_moves.setdefault(id(closed.moves(choice)), []).append(choice)
+        before = least.bound(choice, closed.of_layers(choice)), least.bound(choice, closed.without_moves(choice))
+        assert 0 < before[0] <= before[1] * (1 + 1e-9) <= priced.secs * (1 + 2e-9), choice
+        passes = closed.memory_without_moves(choice).peak + least.held_of_weights(choice)
+        assert passes <= priced.peak_bytes and closed.certain_bytes(choice) <= priced.peak_bytes, choice
+    for choice in (alike for each in of_moves.values() for alike in each[1:3]):
+        assert ClosedForm(settings, topology, closed.layers).estimate(choice) == closed.estimate(choice), choice
+
+
 def test_layers_traced_for_one_slice_are_those_of_several():
     slices, mesh = read_topology("2xv5e:2x2"), {"dp": 4, "replica": 2}
     one = ClosedForm(settings_of(mesh={"dp": 4}), read_topology("v5e:2x2"))
@@ -122,6 +156,7 @@ def test_layouts_drawn_at_random_have_the_price_of_their_traced_step(topology, c
         found = closed.estimate(choice)
         assert found.secs == pytest.approx(step.secs, rel=TIME_WITHIN), choice
         assert found.peak_bytes == pytest.approx(step.peak_bytes, rel=MEMORY_WITHIN), choice
+        assert closed.certain_bytes(choice) <= step.peak_bytes, choice
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ A step is put together from its parts (parallax/analysis/planned/parts.py), each
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from parallax.analysis.compiled.program import costs_of
@@ -36,6 +36,7 @@ from parallax.analysis.planned.parts import (
     Rest,
     TracedLayer,
     added,
+    bytes_of,
     layer_costs,
     messages_of_ticks,
     pass_programs,
@@ -45,7 +46,7 @@ from parallax.analysis.planned.parts import (
     traced_rest,
     working_bytes,
 )
-from parallax.analysis.planned.step_time import Estimate, OpCost, TracedWork, estimate, ticks_beside
+from parallax.analysis.planned.step_time import Estimate, OpCost, TicksBeside, TracedWork, estimate, ticks_beside
 from parallax.analysis.planned.topology import Topology
 from parallax.analysis.traced.collectives import Sent
 from parallax.analysis.traced.flops import flops_per_token
@@ -60,10 +61,11 @@ from parallax.config.sections import AUTO
 from parallax.config.settings import Settings, check_settings
 from parallax.errors import ConfigError
 from parallax.model.batch import BATCH_ARRAYS
-from parallax.pipeline import ShardedModel
-from parallax.schedules import SCHEDULES, Schedule, by_name, figures
+from parallax.pipeline import ShardedModel, repeats_of
+from parallax.schedules import SCHEDULES, Schedule, by_name
+from parallax.schedules.pricing import lockstep_bubble
 from parallax.sharding.host import DEVICE
-from parallax.sharding.layers_on_ranks import Arrangement
+from parallax.sharding.layers_on_ranks import Arrangement, arrangements
 from parallax.sharding.plan import FLOAT32_BYTES
 
 # The part that follows from a key, if it is one.
@@ -74,8 +76,7 @@ ANCHORS = 2, 4  # rows of a microbatch for which layers are traced; the costs of
 
 
 class Moves(NamedTuple):
-    """What follows from the mesh and the sharding policy. `ahead` are, of each kind, the runs of layers in a stage in
-    which the next layer can be gathered ahead."""
+    """What follows from the mesh and the sharding policy."""
 
     rest: Rest
     per_use: SentPerUse
@@ -84,7 +85,16 @@ class Moves(NamedTuple):
     parameters: int
     optimizer: int
     host: HostMemory
-    ahead: list[int]
+
+
+class WithoutMoves(NamedTuple):
+    """A step without what the sharding plan adds: its operations, its messages, its bubble in lockstep, and ticks in
+    which messages hide, as if one pass were long enough."""
+
+    products: list[OpCost]
+    sent: list[Sent]
+    bubble: float
+    ticks_beside: TicksBeside = TicksBeside()
 
 
 class ClosedForm:
@@ -133,66 +143,99 @@ class ClosedForm:
         costs = [moves.rest.once, repeated(moves.rest.each_microbatch, many)]
         for kind in range(len(moves.rest.each_layer)):
             costs += self._moves_of_layers(choice, kind)
-        totals: dict[type, Counter] = {OpCost: Counter(), Sent: Counter()}
-        for (cost, _), count in added([*self._without_moves(choice), *costs]).items():
-            totals[type(cost)][cost] += count
-        products, sent = ([cost._replace(count=count) for cost, count in total.items()] for total in totals.values())
+        products, sent = _apart([*self._without_moves(choice), *map(without_places, costs)])
         plan = moves.per_use, moves.trained, moves.read_by_update, ticks_beside(self.schedule(choice))
         return TracedWork(products, sent, self.model_flops, self.bubble(choice), {}, *plan)
 
-    def products(self, choice: Choice) -> list[OpCost]:
-        """The same without messages, and without what the sharding plan adds."""
-        return _operations(self._without_moves(choice))
+    def without_moves(self, choice: Choice) -> WithoutMoves:
+        """The same without what the sharding plan adds."""
+        beside = ticks_beside(self.schedule(choice))._replace(passes=1)
+        return WithoutMoves(*_apart(self._without_moves(choice)), self.bubble(choice), beside)
 
-    def products_of_layers(self, choice: Choice) -> list[OpCost]:
-        """Those of the layers alone, for which neither ends nor a schedule of all microbatches are made."""
-        return _operations(self._of_layers(choice))
+    def of_layers(self, choice: Choice) -> WithoutMoves:
+        """That of the layers alone, for which neither ends nor a schedule of all microbatches are made: as if nothing
+        waited."""
+        layers = choice.microbatches, self.rows_of(choice), self.arrangement(choice).placement
+        key = "of layers", *self._layer_key(choice), *layers
+        return self._kept(key, lambda: WithoutMoves(*_apart(self._of_layers(choice)), 0.0))
 
-    def _of_layers(self, choice: Choice) -> list[Counts]:
+    def _of_layers(self, choice: Choice) -> list[Counter]:
         layers = self.layers_of_first_rank(choice).items()
         return [repeated(self.layer(choice, *key).costs, choice.microbatches * count) for key, count in layers]
 
-    def _without_moves(self, choice: Choice) -> list[Counts]:
-        ends, schedule, many = self.ends(choice), self.schedule(choice), choice.microbatches
-        costs = [messages_of_ticks(schedule, ends.x), ends.once, repeated(ends.each_microbatch, many)]
-        costs += self._of_layers(choice)
+    def _without_moves(self, choice: Choice) -> list[Counter]:
+        ends, schedule, many, x = self.ends(choice), self.schedule(choice), choice.microbatches, self.stream(choice)
+        costs = [messages_of_ticks(schedule, x), ends.once, repeated(ends.each_microbatch, many)]
         if choice.remat == "stage":  # each saves its input
-            costs.append({(OpCost(0, 2 * ends.x, "forward", 0), Place("slot", "write")): many * schedule.virtual})
-        return costs
+            costs.append({(OpCost(0, 2 * x, "forward", 0), Place("slot", "write")): many * schedule.virtual})
+        return [*map(without_places, costs), *self._of_layers(choice)]
 
     def memory(self, choice: Choice) -> Memory:
         """About what `predicted_memory` finds: the largest buffers, as if all were held at once."""
-        moves, ends, schedule = self.moves(choice), self.ends(choice), self.schedule(choice)
-        placed, rest = self.arrangement(choice), moves.rest
+        moves = self.moves(choice)
+        rest = moves.rest
+        return self.memory_without_moves(choice)._replace(
+            parameters=moves.parameters,
+            optimizer=moves.optimizer,
+            gradients=rest.grads,
+            gathered_weights=rest.gathered + rest.resident,
+        )
+
+    def memory_without_moves(self, choice: Choice) -> Memory:
+        """The same without parameters, states, sums of gradients and gathered weights."""
+        schedule, placed, x = self.schedule(choice), self.arrangement(choice), self.stream(choice)
         layers = {key: self.layer(choice, *key) for key in self.layers_of_first_rank(choice)}
-        saved = schedule.slots["F to B"] * ends.x * (choice.remat == "stage")
+        saved = schedule.slots["F to B"] * x * (choice.remat == "stage")
         for kind, name in enumerate(self.settings.model.blocks):
             places = max(Arrangement(placed.placement, placed.kinds, name).sizes)
             saved += places * max(
                 (held_in(schedule, layer) for (other, _), layer in layers.items() if other == kind), default=0
             )
         at_ends = 2 * choice.microbatches if schedule.head == "between" else schedule.exit_slots
-        return Memory(
-            parameters=moves.parameters,
-            optimizer=moves.optimizer,
+        nothing = Memory(**dict.fromkeys(Memory._fields, 0))
+        return nothing._replace(
             batch=len(BATCH_ARRAYS) * FLOAT32_BYTES * self.rows * self.settings.data.seq // choice.data_ranks,
-            gradients=rest.grads,
-            gathered_weights=rest.gathered + (rest.resident != moves.parameters) * rest.resident,
             saved_activations=saved,
-            pipeline_buffers=(at_ends + sum(schedule.message_slots.values()) + schedule.late_gradients) * ends.x,
+            pipeline_buffers=(at_ends + sum(schedule.message_slots.values()) + schedule.late_gradients) * x,
             working_activations=self.working(choice),
-            logits=0,
-            other=0,
         )
+
+    def certain_bytes(self, choice: Choice) -> int:
+        """What the layout holds for certain: all but what a layer holds while it runs."""
+        held = self.memory(choice)
+        return held.peak - held.working_activations - held.gathered_weights
 
     # ---- parts that layouts share
 
     def moves(self, choice: Choice) -> Moves:
-        """What the sharding plan of a layout moves."""
-        schedule = self.schedule(choice)
-        ranks = choice.context, choice.order, schedule.placement, schedule.head
-        key = "moves", *choice.sharding, choice.prefetch, *ranks
-        return self._kept(key, lambda: self._moves(with_few_microbatches(choice)))
+        """What the sharding plan of a layout moves. Of the places of stages it follows only from how many layers a rank
+        has, and whether they are those that it stores."""
+        few = with_few_microbatches(choice)
+        schedule, placed = self.schedule(few), self.arrangement(choice)
+        each = tuple((order.numbers.shape, order.in_order) for order in self._orders(placed).values())
+        key = "moves", *choice.sharding, choice.context, choice.order, schedule.head, each
+        moves = self._kept(key, lambda: self._moves(few._replace(prefetch=0)))
+        if choice.prefetch and not (moves.per_use.weights and any(self.ahead(choice))):
+            self._kept(("ahead", *choice.sharding, schedule.placement), lambda: self._model(few))  # it may refuse them
+        return moves
+
+    def ahead(self, choice: Choice) -> list[int]:
+        """Of each kind, the runs of layers in a stage in which the next layer can be gathered ahead."""
+        placed = self.arrangement(choice)
+
+        def runs() -> list[int]:
+            every = [run for repeat in repeats_of(placed) for run in repeat.runs * repeat.times if run.can_prefetch]
+            return [sum(run.kinds == (kind,) for run in every) for kind in range(len(self._orders(placed)))]
+
+        return self._kept(("ahead", placed.placement), runs)
+
+    def _orders(self, placed: Arrangement) -> dict[str, Arrangement]:
+        return self._kept(("orders", placed.placement), lambda: arrangements(placed.placement, placed.kinds))
+
+    def stream(self, choice: Choice) -> int:
+        """Bytes of a microbatch's residual stream."""
+        each = (self._passes(choice, rows)[0][0].layer for rows in ANCHORS)
+        return _between(*(bytes_of([layer.forward.in_avals[layer.weights]]) for layer in each), self._share_of(choice))
 
     def ends(self, choice: Choice) -> Ends:
         """Costs of embedding and head."""
@@ -200,7 +243,7 @@ class ClosedForm:
         of_all = choice.microbatches if head == "between" else 0
         key = "ends", *ranks, choice.context, choice.order, head, self.rows_of(choice), of_all
         few = with_few_microbatches(choice) if head == "inside" else choice
-        return self._kept(key, lambda: self._rest(few, self.rows_of(choice), traced_ends))
+        return self._kept(key, lambda: self._ends(few, self.rows_of(choice)))
 
     def layer(self, choice: Choice, kind: int, number: int) -> LayerCosts:
         """Costs of a layer of this kind, whose settings have this number."""
@@ -212,7 +255,8 @@ class ClosedForm:
 
         def line() -> LayerCosts:
             low, high = map(at_rows, ANCHORS)
-            return on_line(low, high, _share(rows)) or at_rows(rows)
+            costs, saved = on_line(low, high, _share(rows)) or at_rows(rows)
+            return LayerCosts(without_places(costs), saved)
 
         return self._kept((*key, rows), line)
 
@@ -224,7 +268,7 @@ class ClosedForm:
             each = self._passes(choice, rows)
             return self._kept((*key, layers, rows), lambda: max(working_bytes(*kind, layers) for kind in each))
 
-        return _between(*map(at_rows, ANCHORS), _share(self.rows_of(choice)))
+        return _between(*map(at_rows, ANCHORS), self._share_of(choice))
 
     def schedule(self, choice: Choice) -> Schedule:
         """The schedule of a layout."""
@@ -233,7 +277,8 @@ class ClosedForm:
 
     def arrangement(self, choice: Choice) -> Arrangement:
         """Where the layers are."""
-        return Arrangement(self.schedule(with_few_microbatches(choice)).placement, self.settings.model.layer_kinds)
+        placement = self.schedule(with_few_microbatches(choice)).placement
+        return self._kept(("arrangement", placement), lambda: Arrangement(placement, self.settings.model.layer_kinds))
 
     def layers_of_first_rank(self, choice: Choice) -> Counter:
         """Number of layers of the first pipeline rank, by kind and by the number of their settings."""
@@ -244,11 +289,14 @@ class ClosedForm:
         """The schedule's bubble in lockstep."""
         sizes = choice.schedule, choice.pp, choice.microbatches, choice.virtual, choice.remat
         costs = costs_of(self.settings.model, choice.remat, seq=self.settings.data.seq)
-        return self._kept(("bubble", *sizes), lambda: figures(self.schedule(choice), costs).lockstep_bubble)
+        return self._kept(("bubble", *sizes), lambda: lockstep_bubble(self.schedule(choice), costs))
 
     def rows_of(self, choice: Choice) -> int:
         """Rows of a microbatch on a device."""
         return self.rows // (choice.dp * choice.ep * choice.microbatches)
+
+    def _share_of(self, choice: Choice) -> float:
+        return _share(self.rows_of(choice))
 
     def _kept(self, key: tuple, make: Callable[[], Any]) -> Any:
         if key not in self._traced:
@@ -257,27 +305,28 @@ class ClosedForm:
 
     # ---- how they are traced
 
+    def _model(self, choice: Choice) -> ShardedModel:
+        return model_on_topology(choice.applied(self.settings), self.topology)
+
     def _moves(self, choice: Choice) -> Moves:
-        settings = choice.applied(self.settings)
-        model = model_on_topology(settings, self.topology)
-        state = predicted_state(model, settings)
-        runs = [run for repeat in model.repeats for run in repeat.runs * repeat.times if run.can_prefetch]
+        model = self._model(choice)
+        settings = model.settings
+        state = predicted_state(model)
         return Moves(
-            self._rest(choice, self.rows_of(choice), traced_rest),
+            traced_rest(model, settings.data.global_batch, settings.data.seq),
             SentPerUse.of(model.plan),
             model.plan.trained,
             read_by_update(model.plan),
             bytes_on_device(state.params),
             bytes_on_device(state.opt_state),
             predicted_host_memory(model, settings),
-            [sum(run.kinds == (kind,) for run in runs) for kind in range(len(model.orders))],
         )
 
-    def _rest(self, choice: Choice, rows: int, traced: Callable[[ShardedModel, int, int], Any]) -> Any:
-        """What is traced of a layout with so many rows of a microbatch on a device."""
+    def _ends(self, choice: Choice, rows: int) -> Ends:
+        """Those of a layout with so many rows of a microbatch on a device."""
         batch = rows * choice.microbatches * choice.dp * choice.ep * ranks_beside(self.settings.mesh)
         settings = with_keys(choice.applied(self.settings), {"data.global_batch": batch})
-        return traced(model_on_topology(settings, self.topology), batch, settings.data.seq)
+        return traced_ends(model_on_topology(settings, self.topology), batch, settings.data.seq)
 
     def _passes(self, choice: Choice, rows: int) -> list[tuple[PassPrograms, ShardedModel]]:
         """The passes of a layer of each kind, and the model in which they are traced."""
@@ -332,7 +381,7 @@ class ClosedForm:
         again = choice.remat == "stage"
         costs = [repeated(of_layer, many * layers), repeated(back, many * layers * again)]
         if choice.prefetch:  # each run gathers one more, unless the pass before has; that of the last turn is not used
-            runs = moves.ahead[kind] * schedule.virtual
+            runs = self.ahead(choice)[kind] * schedule.virtual
             given = schedule.virtual * (runs > 0 and (again or schedule.stages == 1))
             costs += [repeated(forward, many * runs), repeated(back, many * (runs * (1 + again) - given))]
         return costs
@@ -344,8 +393,18 @@ def with_few_microbatches(choice: Choice) -> Choice:
     return choice._replace(microbatches=choice.pp) if few else choice
 
 
-def _operations(costs: list[Counts]) -> list[OpCost]:
-    return [cost._replace(count=count) for (cost, _), count in added(costs).items() if isinstance(cost, OpCost)]
+def without_places(costs: Counts) -> Counter:
+    """How often each cost occurs, wherever."""
+    counts: Counter = Counter()
+    for (cost, _), count in costs.items():
+        counts[cost] += count
+    return counts
+
+
+def _apart(costs: Iterable[Counter]) -> tuple[list[OpCost], list[Sent]]:
+    """All of these costs, operations and messages."""
+    total = [cost._replace(count=count) for cost, count in added(costs).items()]
+    return [cost for cost in total if isinstance(cost, OpCost)], [cost for cost in total if isinstance(cost, Sent)]
 
 
 def held_in(schedule: Schedule, layer: LayerCosts) -> int:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from parallax.analysis.planned.topology import Topology
+from parallax.analysis.traced.memory import predicted_state
 from parallax.analysis.traced.recompute import sets_to_try
 from parallax.analysis.traced.trace import abstract_mesh
 from parallax.config.remat import REMAT
@@ -23,7 +24,7 @@ from parallax.schedules.pricing import stages_of_rank
 from parallax.sharding.host import DEVICE, HOST
 from parallax.sharding.mesh import SLOW_AXES, axis_between_slices, factorisations
 from parallax.sharding.zigzag import CONTIGUOUS, ZIGZAG
-from parallax.step.step import abstract_state, model_of, optimizer_of
+from parallax.step.step import model_of
 
 SHARDED_TABLES = "embedding=zero3 head=zero3"
 # Stages per rank that are tried with "interleaved"; more stages send more and gain little.
@@ -269,7 +270,7 @@ def model_on_topology(settings: Settings, topology: Topology) -> ShardedModel:
     mesh = abstract_mesh(settings.mesh.sizes, simulated=settings.mesh.simulate > 0, chip=chip.name)
     model = model_of(settings, mesh)
     model.check_batch(settings.data.global_batch, settings.data.seq)
-    abstract_state(model, optimizer_of(model))  # for its checks
+    predicted_state(model)  # for its checks
     return model
 
 

@@ -41,6 +41,7 @@ from parallax.pipeline import (
 from parallax.schedules import Schedule
 from parallax.sharding.collectives import as_varying, sum_over
 from parallax.sharding.mesh import is_for_gpus
+from parallax.sharding.plan import entry
 
 
 class Place(NamedTuple):
@@ -178,14 +179,14 @@ def pass_programs(layer: TracedLayer, remat: str, *, split: bool) -> PassProgram
     forward = layer.forward if everything else selection.make
     recompute = None if everything else layer.forward if of_stage else selection.recompute
     if not split:
-        pools = {"F to B": _bytes_of(saved)}
+        pools = {"F to B": bytes_of(saved)}
         return PassPrograms(layer, forward, recompute, back, None, saved, [], pools, of_stage)
     given = layer.weights + layer.context
     readable = range(given, given + len(residuals)) if everything else ()
     halves = split_inlined(back, wanted=[len(back.out_avals) - 1], readable=readable)
     passed = halves.first.out_avals[len(back.out_avals) - len(halves.deferred) :]
-    later = _bytes_of([back.in_avals[place] for place in halves.reads])
-    pools = {"F to B": _bytes_of(saved) - later, "F to W": later, "B to W": _bytes_of(passed)}
+    later = bytes_of([back.in_avals[place] for place in halves.reads])
+    pools = {"F to B": bytes_of(saved) - later, "F to W": later, "B to W": bytes_of(passed)}
     return PassPrograms(layer, forward, recompute, halves.first, halves.second, saved, passed, pools, of_stage)
 
 
@@ -268,19 +269,17 @@ def working_bytes(passes: PassPrograms, model: ShardedModel, layers: int) -> int
         inputs = [*inputs[: passes.given], *inline(recompute, given, ops), inputs[-1]]
     whole = Program(given, ops, inline(backward, inputs, ops))
     held = Liveness(model, [], dict.fromkeys(given, DATA)).peak(whole).total()
-    return held + layers * _bytes_of(_held_again(passes))
+    return held + layers * bytes_of(_held_again(passes))
 
 
 # ---- moves of weights and gradients, embedding and head
 
 
 class Ends(NamedTuple):
-    """The costs of embedding and head: for each microbatch, and once. `x` are the bytes of a microbatch's residual
-    stream."""
+    """The costs of embedding and head: for each microbatch, and once."""
 
     each_microbatch: Counts
     once: Counts
-    x: int
 
 
 class Rest(NamedTuple):
@@ -291,22 +290,19 @@ class Rest(NamedTuple):
     each_microbatch: Counts
     once: Counts
     grads: int  # sums of gradients
-    resident: int  # weights in a step, at rest or gathered for all of it
+    resident: int  # weights that are gathered or cast for all of a step
     gathered: int  # weights of a layer
 
 
 def traced_ends(model: ShardedModel, rows: int, seq: int) -> Ends:
     """The costs of embedding and head for a global batch of so many rows."""
-    sizes: list[int] = []
 
     def step(params: Any, batch: Any, noise: Array) -> list[Array]:
         schedule, ends, *_ = pipeline_of(model, params, batch, noise, "parts")
-        grads, metrics, x = _ends(ends, schedule)
-        sizes.append(x)
-        return jax.tree.leaves([grads, metrics])
+        return jax.tree.leaves(_ends(ends, schedule))
 
     by_scope = _counted_by_scope(step, model, rows, seq, lambda place: OF_ENDS in place.stack and not place.of_plan)
-    return Ends(by_scope[EACH_MICROBATCH], by_scope[""], sizes[0])
+    return Ends(by_scope[EACH_MICROBATCH], by_scope[""])
 
 
 def traced_rest(model: ShardedModel, rows: int, seq: int) -> Rest:
@@ -320,11 +316,11 @@ def traced_rest(model: ShardedModel, rows: int, seq: int) -> Rest:
             with jax.named_scope(f"{EACH_LAYER} {kind}"):
                 used, grads[stack] = _moved(model, weights, stack, layers.rounding)
             out += used
-            sizes["resident"] += _bytes_of(weights.resident)
-            sizes["gathered"] = max(sizes["gathered"], _bytes_of(used[: len(used) // 4]))
-        of_ends, metrics, _ = _ends(ends, schedule)
-        sizes["grads"] = _bytes_of([grads, of_ends])
-        sizes["resident"] += _bytes_of(ends.weights)
+            sizes["resident"] += _copied_bytes(weights.resident, entry(params, stack))
+            sizes["gathered"] = max(sizes["gathered"], bytes_of(used[: len(used) // 4]))
+        of_ends, metrics = _ends(ends, schedule)
+        sizes["grads"] = bytes_of([grads, of_ends])
+        sizes["resident"] += sum(_copied_bytes(part, params[name]) for name, part in ends.weights.items())
         return [*out, *jax.tree.leaves([metrics, model.plan.store(of_ends | grads)])]
 
     by_scope = _counted_by_scope(step, model, rows, seq, lambda place: place.of_plan or OF_ENDS not in place.stack)
@@ -373,9 +369,9 @@ def _by_product(weight: Array) -> Array:
     return weight @ jnp.ones((weight.shape[-1], weight.shape[-1]), weight.dtype)
 
 
-def _ends(ends: MicrobatchHead | BatchedHead, schedule: Schedule) -> tuple[Any, list[Array], int]:
-    """The gradients and metrics of embedding and head of one microbatch; where they are outside of the ticks, of all.
-    And the bytes of a microbatch's residual stream."""
+def _ends(ends: MicrobatchHead | BatchedHead, schedule: Schedule) -> tuple[Any, list[Array]]:
+    """The gradients and metrics of embedding and head of one microbatch; where they are outside of the ticks, of
+    all."""
     zero = jnp.int32(0)
     with jax.named_scope(OF_ENDS):
         state = ends.start(schedule.exit_slots)
@@ -389,11 +385,22 @@ def _ends(ends: MicrobatchHead | BatchedHead, schedule: Schedule) -> tuple[Any, 
             dx = ends.last_stage_gradient(state, zero, zero)
             state = ends.on_first_stage_gradient(state, zero, dx)
         ended = ends.finish(state)
-        return ended.grads, [sum_over(ended.loss, ends.loss_axes), ends.tokens.count()], _bytes(x)
+        return ended.grads, [sum_over(ended.loss, ends.loss_axes), ends.tokens.count()]
 
 
-def _bytes_of(tree: Any) -> int:
+def bytes_of(tree: Any) -> int:
+    """Bytes of the arrays of a tree."""
     return sum(map(_bytes, jax.tree.leaves(tree)))
+
+
+def _copied_bytes(weights: Any, at_rest: Any) -> int:
+    """Bytes of those weights that are not the arrays at rest."""
+
+    def size(array: Any, weight: Any) -> int:
+        is_same = isinstance(weight, Array) and (weight.shape, weight.dtype) == (array.shape, array.dtype)
+        return 0 if is_same else bytes_of(weight)
+
+    return sum(jax.tree.leaves(jax.tree.map(size, at_rest, weights)))
 
 
 def messages_of_ticks(schedule: Schedule, x: int) -> Counts:

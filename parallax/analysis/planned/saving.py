@@ -23,7 +23,7 @@ def devices_a_host(topology: Topology) -> int:
 
 def saved_bytes(settings: Settings, topology: Topology) -> tuple[int, int]:
     """Bytes of a state, and at most how many of them a host writes: each shard is written once."""
-    state = predicted_state(model_on_topology(settings, topology), settings)
+    state = predicted_state(model_on_topology(settings, topology))
     whole = on_host = 0
     for leaf in jax.tree.leaves(state):
         size, shard = (

@@ -77,7 +77,8 @@ from parallax.errors import ConfigError
 from parallax.hardware.chips import KERNEL_EFFICIENCY, Chip, mfu
 from parallax.jaxprs import SCALED_MATMUL
 from parallax.pipeline import BACKWARD, FORWARD, WEIGHTS, ShardedModel
-from parallax.schedules import Schedule, figures
+from parallax.schedules import Schedule
+from parallax.schedules.pricing import lockstep_bubble
 from parallax.sharding.activations import CONTEXT_AXIS
 from parallax.sharding.bucket import BY_LAYER
 from parallax.sharding.compiler import hides_reduce_scatters, is_absent_gpus
@@ -117,6 +118,15 @@ class OpCost(NamedTuple):
     kernel: str = ""
 
 
+class TicksBeside(NamedTuple):
+    """By direction of the messages between stages, the ticks in which a rank runs the pass beside which they travel: B
+    for outputs, F for gradients; and a rank's passes of each kind in a step."""
+
+    forward: int = 0
+    backward: int = 0
+    passes: int = 1
+
+
 class TracedWork(NamedTuple):
     """Work of one device in a step, independent of the chip."""
 
@@ -128,7 +138,7 @@ class TracedWork(NamedTuple):
     per_use: SentPerUse = SentPerUse()
     trained: float = 1.0  # share of the parameters that an update reads and writes
     gradients: int = 0  # bytes that it reads of them
-    ticks_beside: Mapping[str, int] = MappingProxyType({})  # see the function
+    ticks_beside: TicksBeside = TicksBeside()
 
     @property
     def packed(self) -> list[Sent]:
@@ -207,7 +217,7 @@ def traced_work(model: ShardedModel, settings: Settings) -> TracedWork:
         [product._replace(count=times) for product, times in counted[OpCost]],
         sorted(sent._replace(count=times) for sent, times in counted[Sent]),
         model_flops / math.prod(model.axis_sizes.values()),
-        figures(model.schedule, costs_of(model.config, model.pipeline.remat, seq=shape[1])).lockstep_bubble,
+        lockstep_bubble(model.schedule, costs_of(model.config, model.pipeline.remat, seq=shape[1])),
         dict(counted[tuple]) if HOST in moved_in_step(settings) else {},
         SentPerUse.of(model.plan),
         model.plan.trained,
@@ -216,19 +226,17 @@ def traced_work(model: ShardedModel, settings: Settings) -> TracedWork:
     )
 
 
-def ticks_beside(schedule: Schedule) -> dict[str, int]:
-    """By direction of the messages between stages, the ticks in which a rank runs the pass that they travel beside: B
-    for outputs, F for gradients. Empty if gradients do not wait for F: what then hides was not compared with compiled
-    steps.
+def ticks_beside(schedule: Schedule) -> TicksBeside:
+    """Those of a schedule; none if gradients do not wait for F: what then hides was not compared with compiled steps.
 
     >>> from parallax.schedules import gpipe, one_f_one_b
     >>> ticks_beside(one_f_one_b(4, 4)), ticks_beside(gpipe(4, 4))  # of 10 ticks
-    ({'forward': 7, 'backward': 7}, {})
+    (TicksBeside(forward=7, backward=7, passes=4), TicksBeside(forward=0, backward=0, passes=1))
     """
     if not schedule.late_gradients:
-        return {}
-    runs = {kind: (table >= 0).any(axis=1).sum() for kind, table in schedule.microbatch.items()}
-    return {"forward": int(runs["B"]), "backward": int(runs["F"])}
+        return TicksBeside()
+    runs = {kind: int((table >= 0).any(axis=1).sum()) for kind, table in schedule.microbatch.items()}
+    return TicksBeside(runs["B"], runs["F"], schedule.virtual * schedule.microbatches)
 
 
 def passes_of(program: ClosedJaxpr, model: ShardedModel) -> Passes:
@@ -303,7 +311,7 @@ def estimate(
     hiding = sum(message.secs for message in sent if message.hides)
     hidden = hidden_secs(work, hiding)
     hidden *= 1 - topology.chip.reached.beside  # of what is hidden, this much is saved
-    beside = [secs_beside(message, timed, traced.ticks_beside, settings) for message in sent]
+    beside = [secs_beside(message, timed, traced.ticks_beside) for message in sent]
     exposed = [m._replace(secs=m.secs * (1 - m.hides * hidden / (hiding or 1)) - b) for m, b in zip(sent, beside)]
     bubble = 0.0 if topology.shared else traced.bubble
     ticking = sum(message.secs for message in exposed if message.ticking)
@@ -330,14 +338,13 @@ def estimate(
     )
 
 
-def secs_beside(
-    message: CollectiveTime, timed: Sequence[tuple[str, float]], ticks: Mapping[str, int], settings: Settings
-) -> float:
+def secs_beside(message: CollectiveTime, timed: Sequence[tuple[str, float]], ticks: TicksBeside) -> float:
     """Seconds of a message between stages that are hidden: in these ticks, by the pass of one microbatch in one stage
     beside which it travels."""
+    if not message.beside:
+        return 0.0
     of_pass = sum(secs for direction, secs in timed if (direction == "forward") == (message.beside == "backward"))
-    of_pass /= settings.pipeline.virtual * settings.pipeline.microbatches
-    return ticks.get(message.beside, 0) * min(message.secs / message.calls, of_pass)
+    return getattr(ticks, message.beside) * min(message.secs / message.calls, of_pass / ticks.passes)
 
 
 def link_waits(

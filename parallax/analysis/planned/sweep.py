@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 
 from parallax.analysis.compiled.program import costs_of
-from parallax.analysis.planned.closed_form import ClosedForm
+from parallax.analysis.planned.closed_form import ClosedForm, WithoutMoves
 from parallax.analysis.planned.layouts import (
     CHOSEN_AXES,
     Choice,
@@ -100,8 +100,10 @@ class LeastWork:
     def __init__(self, settings: Settings, topology: Topology, model: ShardedModel):
         """`model` may be on any mesh: its global shapes are the same on all."""
         self.settings, self.topology, self.plan = settings, topology, model.plan
-        self.layers_of = functools.cache(self._layers_of)
+        self.layers_of, self._products = functools.cache(self._layers_of), functools.cache(self._products_with)
+        self._width_kept = functools.cache(self._width_kept_with)
         self.timed, self.secs_of = functools.cache(lambda choice: choice.applied(settings)), {}
+        self.per_use = PER_USE._replace(modules=PER_USE.modules | SentPerUse.of(model.plan).modules)
         # For one rank of the axes that no sweep varies; all do the same.
         ranks = ranks_beside(settings.mesh)
         self.devices, self.seq = topology.devices // ranks, settings.data.seq
@@ -114,26 +116,30 @@ class LeastWork:
         self.itemsize = jnp.dtype(settings.model.dtype).itemsize
         self.flops = flops_per_token(settings.model, model.plan.declared, seq=settings.data.seq)
         self.hidden = mlp_kernels(settings.model) * sum(settings.model.dense_widths)
-        kept = predicted_state(model, settings)
+        kept = predicted_state(model)
         arrays = jax.tree.leaves([kept.params, kept.opt_state])
         self.state = sum(x.size * x.dtype.itemsize for x in arrays if not rests_on_host(x.sharding))
 
-    def bound(self, choice: Choice, products: list[OpCost] | None = None) -> float:
-        """Lower bound in seconds, never above the layout's own estimate, with its least work or these products. The
-        layout need not be legal."""
-        return self._secs(choice, self._products(choice) if products is None else products, self._sent(choice))
+    def bound(self, choice: Choice, parts: WithoutMoves | None = None) -> float:
+        """Lower bound in seconds, never above the layout's own estimate, with the least that it computes and sends or,
+        of these parts, what they do. The layout need not be legal."""
+        parts = parts or WithoutMoves(self._products(choice.remat), self._sent(choice), 0.0)
+        return self._secs(choice, parts._replace(sent=[*self._moved(choice), *parts.sent]))
 
     def work(self, choice: Choice) -> float:
         """The same without communication. It is computed once for all layouts with the same."""
         shape = choice.schedule, choice.pp, choice.microbatches, choice.virtual, choice.remat
         if shape not in self.secs_of:
-            self.secs_of[shape] = self._secs(choice, self._products(choice), [])
+            self.secs_of[shape] = self._secs(choice, WithoutMoves(self._products(choice.remat), [], 0.0))
         return self.secs_of[shape]
 
-    def _secs(self, choice: Choice, products: list[OpCost], sent: list[Sent]) -> float:
+    def _secs(self, choice: Choice, parts: WithoutMoves) -> float:
         costs = costs_of(self.settings.model, choice.remat, seq=self.seq)
-        bubble = least_bubble(choice.schedule, choice.pp, choice.microbatches, choice.virtual, costs)
-        traced = TracedWork(products, sent, 0, bubble, per_use=PER_USE)
+        least = least_bubble(choice.schedule, choice.pp, choice.microbatches, choice.virtual, costs)
+        bubble = max(parts.bubble, least)
+        traced = TracedWork(
+            parts.products, parts.sent, 0, bubble, per_use=self.per_use, ticks_beside=parts.ticks_beside
+        )
         nothing_held = Memory(**dict.fromkeys(Memory._fields, 0))
         return estimate(self.timed(choice.as_timed), self.topology, nothing_held, traced).secs
 
@@ -141,13 +147,17 @@ class LeastWork:
         """Lower bound in bytes on the memory of a device: parameters, states of the optimizer, sums of gradients,
         gathered weights that stay for the step, and residuals. Of residuals from B to W only the gradients of dense
         layers' `up`, and `gate` if there is one, are counted."""
-        layers = self.layers_of(*choice.sharding)
-        held = self.state / layers.pieces + layers.bytes
+        held = self.held_of_weights(choice)
         if self.settings.pipeline.residuals_on == DEVICE:
             until_b, until_w = least_held(choice.schedule, choice.pp, choice.microbatches, choice.virtual)
             width = until_b * self._width_kept(choice.remat) + until_w * self.hidden
             held += width * self.itemsize * self.tokens / self.devices / choice.microbatches
         return held
+
+    def held_of_weights(self, choice: Choice) -> float:
+        """The same without residuals."""
+        layers = self.layers_of(*choice.sharding)
+        return self.state / layers.pieces + layers.bytes
 
     def _layers_of(self, sizes: tuple[int, ...], policy: str, exceptions: str, sums: tuple[str, str]) -> LayersOnMesh:
         """What the plan of this mesh, policy, and dtype and memory of sums says of the layers' parameters."""
@@ -157,7 +167,7 @@ class LeastWork:
         plan = dataclasses.replace(self.plan, policies=policies, axis_sizes=axis_sizes, orders={}, pipeline=pipeline)
         return LayersOnMesh(most_pieces(plan), bytes_in_step(plan), moves(plan))
 
-    def _products(self, choice: Choice) -> list[OpCost]:
+    def _products_with(self, remat: str) -> list[OpCost]:
         """Least work per token: products with weights, attention, recomputed products, and writes of residuals.
 
         Of the products with layers' weights, those forward, of input gradients and recomputed may be in 8 bits, and
@@ -176,9 +186,8 @@ class LeastWork:
             pairs = sum(of_layers)
             attention += 2 * sum(map(operator.mul, of_layers, map(qk_width, model.block_of_each)))
             scores = pairs * (SCORES_MOVED * self.itemsize + FLOAT32_SCORES_MOVED * FLOAT32_BYTES)
-        remat = "layer" if choice.remat == "stage" else choice.remat  # of one layer they are the same
-        again = recomputed_flops(model, remat, seq=self.seq)
-        kept = 2 * self._width_kept(choice.remat) * self.itemsize
+        again = recomputed_flops(model, "layer" if remat == "stage" else remat, seq=self.seq)  # the same of one layer
+        kept = 2 * self._width_kept(remat) * self.itemsize
         of_gradients = "compute" if model.matmul_weight_gradients == "compute" else fastest
         costs = [(gradients, 0, of_gradients), (weights, 0, fastest), (again, 0, fastest)]
         costs += [(attention, scores, "compute"), (0, kept, "compute")]
@@ -186,17 +195,19 @@ class LeastWork:
         layers = [OpCost(flops * count, moved * count, "forward", 1, matmul) for flops, moved, matmul in costs]
         return [*layers, self.head]
 
-    def _sent(self, choice: Choice) -> list[Sent]:
-        """Least communication. Over data axes: what the plan moves of layers. Over tp, with columns then rows: gathered
-        inputs and scattered outputs of a layer's two branches, forward and backward. Over ep: the exchange of a
-        mixture's tokens, there and back. Streams over tp, which hide, and communication of attention over cp and of
-        routers are left out."""
-        model, many = self.settings.model, choice.microbatches
-        uses = {"use": 2 * many, "add_up": many}  # in the forward and in the backward pass
-        sent = [
+    def _moved(self, choice: Choice) -> list[Sent]:
+        """Least communication over data axes: what the plan moves of layers."""
+        uses = {"use": 2 * choice.microbatches, "add_up": choice.microbatches}  # in the forward and the backward pass
+        return [
             Sent(move.kind, move.axes, size, uses.get(move.name, 1), "forward", LAYERS * (move.name in uses), "")
             for move, size in self.layers_of(*choice.sharding).moves.items()
         ]
+
+    def _sent(self, choice: Choice) -> list[Sent]:
+        """Least communication beside it. Over tp, with columns then rows: gathered inputs and scattered outputs of a
+        layer's two branches, forward and backward. Over ep: the exchange of a mixture's tokens, there and back. Streams
+        over tp, which hide, and communication of attention over cp and of routers are left out."""
+        model, many, sent = self.settings.model, choice.microbatches, []
         tokens = self.tokens / choice.data_ranks / many * model.layers / choice.pp * self.itemsize
         if self.settings.layout.tensor_parallel == "column_row":
             passed = (1 - 1 / choice.tp) * tokens * model.d_model
@@ -208,7 +219,7 @@ class LeastWork:
             sent.append(Sent("all-gather", (EXPERT_AXIS,), mixtures * rows, 2 * many, "forward", LAYERS, ""))
         return sent
 
-    def _width_kept(self, remat: str) -> float:
+    def _width_kept_with(self, remat: str) -> float:
         """Least number of saved entries per token, in all layers: each layer's input, and the saved parts. Those of
         experts are not counted if the backward pass may recompute each chunk of tokens."""
         if remat == "stage":
@@ -325,7 +336,10 @@ class Sweep:
             progress(len(self._price_of), None)
             if tighter < len(self._bounds):
                 self._bound_of[choice] = bound = max(bound, self._bounds[tighter](choice))
-                heapq.heappush(waiting, (bound, number, choice, tighter + 1))
+                if bound < math.inf:
+                    heapq.heappush(waiting, (bound, number, choice, tighter + 1))
+                else:
+                    self.passed["too large"] += 1
                 continue
             if (priced := self._in_closed_form(choice)) is None:
                 self.passed["not legal"] += 1
@@ -345,20 +359,24 @@ class Sweep:
     @property
     def _bounds(self) -> list[Callable[[Choice], float]]:
         """Bounds of a layout's step besides that of its work, each tighter and dearer than the one before."""
-        return [self.least.bound, self._bound_of_layers, self._bound_of_products]
+        return [self.least.bound, self._bound_of_layers, self._bound_without_moves]
 
     def _bound_of_layers(self, choice: Choice) -> float:
-        """With all that its layers compute, which fewer traces say."""
-        return self._bound_with(choice, lambda: [*self.closed.products_of_layers(choice), self.least.head])
-
-    def _bound_of_products(self, choice: Choice) -> float:
-        """With all that its layers, embedding and head compute."""
-        return self._bound_with(choice, lambda: self.closed.products(choice))
-
-    def _bound_with(self, choice: Choice, products: Callable[[], list[OpCost]]) -> float:
+        """With all that its layers compute and send, which fewer traces say."""
         with contextlib.suppress(ParallaxError):
             if self.closed.knows(choice):
-                return self.least.bound(choice, products())
+                parts = self.closed.of_layers(choice)
+                return self.least.bound(choice, parts._replace(products=[*parts.products, self.least.head]))
+        return 0.0
+
+    def _bound_without_moves(self, choice: Choice) -> float:
+        """With all that it computes and sends but for copies and tables that its sharding plan moves, so that these are
+        traced only for layouts that may be among the best; infinite if what its passes hold cannot fit."""
+        with contextlib.suppress(ParallaxError):
+            if self.closed.knows(choice):
+                passes = self.closed.memory_without_moves(choice).peak
+                may_fit = self._may_fit(choice, passes + self.least.held_of_weights(choice))
+                return self.least.bound(choice, self.closed.without_moves(choice)) if may_fit else math.inf
         return 0.0
 
     def _in_closed_form(self, choice: Choice) -> tuple[float, float | None] | None:
@@ -421,8 +439,10 @@ class Sweep:
         self.sets.sort(key=lambda row: row.estimate.secs)
 
     def _near_front(self, layouts: Sequence[Choice]) -> list[Choice]:
-        """Those than which no other is smaller and faster by more than the closed form may be wrong."""
-        priced = {choice: self._in_closed_form(choice) for choice in layouts}
+        """Those that may fit, and than which no other is smaller and faster by more than the closed form may be
+        wrong."""
+        usable = self.topology.chip.usable_bytes
+        priced = {choice: self._in_closed_form(choice) for choice in layouts if self._certain_bytes(choice) <= usable}
         known = [each for each in priced.values() if each and each[1] is not None]
 
         def may_be(secs: float, size: int | None) -> bool:
@@ -433,10 +453,10 @@ class Sweep:
         return [choice for choice, each in priced.items() if each and may_be(*each)]
 
     def _look_at(self, choice: Choice) -> None:
-        usable, held = self.topology.chip.usable_bytes, self.least.held(choice)
+        usable, held = self.topology.chip.usable_bytes, self._certain_bytes(choice)
         priced = self._priced(choice) if held <= usable else held
         if not isinstance(priced, str | Estimate):  # bytes, of which smaller sums free no more than they have less
-            beside = priced - held
+            beside = priced - self.least.held(choice)
             smaller = [other for other in self._smaller(choice) if beside + self.least.held(other) <= usable]
             fitting = ((other, then) for other in smaller if isinstance(then := self._priced(other), Estimate))
             choice, priced = next(fitting, (choice, "too large"))
@@ -445,6 +465,13 @@ class Sweep:
         else:
             self.rows.append(PricedLayout(choice, priced))
             self.rows.sort(key=lambda row: row.estimate.secs)
+
+    def _certain_bytes(self, choice: Choice) -> float:
+        """What a layout holds on a device for certain."""
+        least = self.least.held(choice)
+        with contextlib.suppress(ParallaxError):
+            return max(least, self.closed.certain_bytes(choice)) if self.closed.knows(choice) else least
+        return least
 
     def _smaller(self, choice: Choice) -> list[Choice]:
         # Only if the speed of the chip's link to the host is known.

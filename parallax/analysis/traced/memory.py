@@ -11,7 +11,7 @@ import dataclasses
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import jax
@@ -25,8 +25,7 @@ from parallax.jaxprs import Loop, called, closed, loop, needed
 from parallax.model.batch import BATCH_ARRAYS
 from parallax.pipeline import ShardedModel, first_state, pipeline_of
 from parallax.sharding.host import DEVICE, HOST, is_on_host, is_type_on_host, rests_on_host
-from parallax.step.optimizer import make_optimizer
-from parallax.step.step import TrainState, abstract_state
+from parallax.step.step import TrainState, abstract_state, optimizer_of
 
 # fmt: off
 SAME_BYTES = {
@@ -99,7 +98,7 @@ class HostMemory(NamedTuple):
 
 def predicted_host_memory(model: ShardedModel, settings: Settings) -> HostMemory:
     """Bytes of host memory of a device."""
-    kept, waiting = predicted_state(model, settings), Counter[str]()
+    kept, waiting = predicted_state(model), Counter[str]()
     if HOST in moved_in_step(settings):
         for _, component, size in tick_state(model, settings.data.global_batch, settings.data.seq):
             waiting[component] += size
@@ -115,13 +114,14 @@ def moved_in_step(settings: Settings) -> set[str]:
 
 def predicted_memory(model: ShardedModel, settings: Settings) -> Memory:
     """Bytes of a device, by component."""
-    data, kept = settings.data, predicted_state(model, settings)
+    data, kept = settings.data, predicted_state(model)
     return memory(model, kept.opt_state, global_batch=data.global_batch, seq=data.seq)
 
 
-def predicted_state(model: ShardedModel, settings: Settings) -> TrainState:
-    """Shapes and shardings of the state that training these settings would keep."""
-    return abstract_state(model, make_optimizer(settings.optimizer, settings.train.steps, model.plan.rows))
+@lru_cache(maxsize=2)  # read for a layout's checks, for its memory, and for that of its host
+def predicted_state(model: ShardedModel) -> TrainState:
+    """Shapes and shardings of the state that training with the model's settings would keep."""
+    return abstract_state(model, optimizer_of(model))
 
 
 def memory(model: ShardedModel, opt_state: Any, *, global_batch: int, seq: int) -> Memory:
