@@ -116,7 +116,8 @@ ROWS = {
         Row({"mesh.dp": 8, "mesh.tp": 2} | TOKENS_OVER_TP),
         Row({"mesh.dp": 8, "mesh.tp": 2} | STREAMS),
         Row(INTERLEAVED | {"mesh.dp": 4, "pipeline.virtual": 2, "pipeline.microbatches": 32}),
-        Row(INTERLEAVED | {"mesh.dp": 4, "pipeline.virtual": 4, "pipeline.microbatches": 32}),
+        Row(INTERLEAVED | {"mesh.dp": 4, "pipeline.virtual": 4, "pipeline.microbatches": 16}),
+        Row(INTERLEAVED | {"mesh.dp": 4, "pipeline.virtual": 2, "pipeline.microbatches": 16}),
     ],
     "llama2_7b_64": [
         Row({}),
@@ -131,6 +132,7 @@ ROWS = {
         Row(INTERLEAVED | {"mesh.dp": 16, "pipeline.virtual": 2, "pipeline.microbatches": 16}),
         Row({"mesh.dp": 16, "mesh.tp": 4} | TOKENS_OVER_TP),
         Row({"mesh.dp": 16, "mesh.tp": 4} | STREAMS),
+        Row(INTERLEAVED | {"mesh.dp": 16, "pipeline.virtual": 4, "pipeline.microbatches": 8}),
     ],
     "llama_1b_128k": [
         Row({}),
