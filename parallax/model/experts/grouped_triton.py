@@ -28,13 +28,9 @@ from parallax.model.mlp import SWIGLU, Activation
 from parallax.model.products import Operand
 from parallax.sharding.platform import device_kind_planned, platform_planned, platform_traced
 
-WHOLE_READ = 16  # of which dims are multiples: then rows are read 16 bytes at once
-SMALLEST_SIDE, TILE_ROWS, TILE_COLUMNS, TILE_INNER = (
-    16,
-    128,
-    256,
-    64,
-)  # of a tile; of the contracted dim, what is read at once
+WHOLE_READ = 16  # of which dims are multiples: then rows are read 16 bytes at once, and products are whole
+# Of a tile, and how much of the contracted dim is read at once. None is less than the last, the least of products.
+TILE_ROWS, TILE_COLUMNS, TILE_INNER, LEAST_OF_TILE = 128, 256, 64, 16
 # Chips on which a core's shared memory has no room for three reads of such a tile's factors have half of its columns.
 SHARED_KIB = 160
 WARPS, STAGES = 8, 3  # Hopper multiplies 64 rows by four warps
@@ -71,7 +67,7 @@ def _shared_kib() -> int:
 
 
 def _side(width: int, most: int) -> int:
-    return min(most, max(SMALLEST_SIDE, pl.next_power_of_2(width)))
+    return min(most, max(LEAST_OF_TILE, pl.next_power_of_2(width)))
 
 
 def fits_triton(x: Operand, *widths: int) -> bool:
