@@ -1,6 +1,6 @@
 """Speed of a training step, as a share of the machine's own matmul rate, and peak memory.
 
-    python benchmarks/step.py [--meshes 1,1,1 1,4,2 2,2,2] [--remat none] [--policy zero1] [--microbatches 8]
+    python benchmarks/step.py [--meshes 1,1,1 1,4,2 2,2,2] [--schedule gpipe] [--remat none] [--policy zero1]
 
 The work is configs/bench_small.py. Each mesh (pp,dp,tp) runs in a process of its own on simulated devices. CPU
 seconds are counted, over all threads: steadier than wall time on a shared machine. Before each step the same
@@ -34,6 +34,7 @@ def main() -> None:
     parser.add_argument("--config", default="bench_small", choices=(*WORKS, "quickstart"))
     parser.add_argument("--meshes", nargs="+", type=mesh_sizes, default=["1,1,1", "1,4,2", "2,2,2"], metavar="PP,DP,TP")
     parser.add_argument("--steps", type=whole_number, default=4)
+    parser.add_argument("--schedule", default="gpipe", choices=["gpipe", "one_f_one_b"])
     parser.add_argument("--remat", default="none", choices=["none", "layer", "stage"])
     parser.add_argument("--policy", default="zero3", choices=POLICY_NAMES)
     parser.add_argument("--microbatches", type=whole_number, default=8)
@@ -58,7 +59,7 @@ def main() -> None:
 
 
 def run_child(mesh: str, args: argparse.Namespace) -> dict:
-    names = ("config", "steps", "remat", "policy", "microbatches", "matmul")
+    names = ("config", "steps", "schedule", "remat", "policy", "microbatches", "matmul")
     flags = [f"--{name}={getattr(args, name)}" for name in names]
     command = [sys.executable, __file__, "--child", mesh, *flags]
     done = subprocess.run(command, stdout=subprocess.PIPE, encoding="utf-8", check=False)
@@ -75,7 +76,9 @@ class Prepared(NamedTuple):
     compile_secs: float
 
 
-def prepare(config_name: str, mesh: str, *, remat: str, policy: str, microbatches: int) -> Prepared:
+def prepare(
+    config_name: str, mesh: str, *, remat: str, policy: str, microbatches: int, schedule: str = "gpipe"
+) -> Prepared:
     """The reference work on a mesh, compiled."""
     import jax
 
@@ -90,7 +93,7 @@ def prepare(config_name: str, mesh: str, *, remat: str, policy: str, microbatche
         config.model.vocab = config.data.bpe_vocab
     config.mesh.pp, config.mesh.dp, config.mesh.tp, config.mesh.simulate = pp, dp, tp, pp * dp * tp
     config.pipeline.remat, config.data_parallel.policy = remat, policy
-    config.pipeline.microbatches = microbatches
+    config.pipeline.microbatches, config.pipeline.schedule = microbatches, schedule
     settings = px.read_settings(config.to_dict())
     model = model_of(settings, px.make_mesh(settings.mesh, jax.devices()[: pp * dp * tp]))
     tx = optimizer_of(model)
@@ -107,7 +110,8 @@ def prepare(config_name: str, mesh: str, *, remat: str, policy: str, microbatche
 def measure(args: argparse.Namespace) -> dict:
     import jax
 
-    work = prepare(args.config, args.child, remat=args.remat, policy=args.policy, microbatches=args.microbatches)
+    names = ("remat", "policy", "microbatches", "schedule")
+    work = prepare(args.config, args.child, **{name: getattr(args, name) for name in names})
     state, _ = jax.block_until_ready(work.step(work.state, work.batch))
     cpu, wall, rates = [], [], []
     for _ in range(args.steps):
