@@ -12,7 +12,7 @@ Command:  python train.py --config=configs/gemma3_12b.py --config.data.path=FILE
 Hardware: 16 TPU v5p chips (95 GB each), or eight NVIDIA GPUs of 80 GB, as H100.
 Memory:   62.1 GiB of 95.7 a chip as compiled, 64.9 as planned. On each of eight H100 61.3 of 80, planned 61.8.
 Time:     not yet run: as compiled, with kernels at 70 % of peak, 15.2 s a step on 16 v5p (MFU 70 %), and 13.6 s on
-          eight H100 (MFU 72 %). On v5p planned 15.7 s, at the prices before those of docs/measured/published.md.
+          eight H100 (MFU 72 %). On v5p planned 15.2 s, 70 % (parallax.plan --topology=v5p:2x2x4 --analytic).
 Loss:     not yet run.
 """
 
