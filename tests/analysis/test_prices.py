@@ -158,6 +158,7 @@ def test_blocks_of_rows_are_known_as_such_on_gpus(published):
 
 def test_a_plan_gives_the_range_of_published_steps_beside_theirs():
     step, on_cpus = Estimate(1, {"optimizer": 1}, 1.0, 0.0, {}, 0.0, 1.0, 0.0, 2.0, 0.5), read_topology("v5e:1x1")
+    on_cpus = on_cpus._replace(chip=on_cpus.chip._replace(platform="cpu"))
     model = HALF.model
     mixture = with_keys(HALF, {"model.layers_of": f"moe*{model.layers}"}).model
 
@@ -168,10 +169,10 @@ def test_a_plan_gives_the_range_of_published_steps_beside_theirs():
         ("v5e:1x1", model, PUBLISHED_OVER_PLANNED["tpu", False]),
         ("v5e:1x1", mixture, PUBLISHED_OVER_PLANNED["tpu", True]),
         ("H100:1", model, PUBLISHED_OVER_PLANNED["gpu", False]),
+        ("H100:1", mixture, PUBLISHED_OVER_PLANNED["gpu", True]),
     ]:
         least, most = (f"{2 * time:.3f}" for time in times)
         assert range_of(read_topology(where), kind) == (
             f"range: {least} to {most} s, as published steps took beside their plans"
         )
-    assert range_of(read_topology("H100:1"), mixture) == "range: not known, for want of published steps"
-    assert not any("range" in str(line) for line in estimate_parts(step, on_cpus._replace(shared=True), model))
+    assert not any("range" in str(line) for line in estimate_parts(step, on_cpus, model))

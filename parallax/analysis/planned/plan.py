@@ -460,7 +460,7 @@ def estimate_parts(step: Estimate, topology: Topology, model: ModelConfig) -> It
     yield Table([f"memory of a {topology.chip.unit}", "predicted", "of the peak"], rows, 1, bars)
     yield ""
     yield time_parts(analytic_parts(step), step.secs)
-    if not topology.shared:
+    if topology.chip.platform != "cpu":
         yield step_range(step.secs, topology, model)
     name, size = parts[0]
     used = {axis for axes in step.exposed_secs for axis in axes.split()}
@@ -473,10 +473,8 @@ def estimate_parts(step: Estimate, topology: Topology, model: ModelConfig) -> It
 
 def step_range(secs: float, topology: Topology, model: ModelConfig) -> str:
     """From how long to how long a step takes that is planned to take so long, in words."""
-    if known := PUBLISHED_OVER_PLANNED.get((topology.chip.platform, has_experts(model))):
-        least, most = (secs * times for times in known)
-        return f"range: {least:.3f} to {most:.3f} s, as published steps took beside their plans"
-    return "range: not known, for want of published steps"
+    least, most = (secs * times for times in PUBLISHED_OVER_PLANNED[topology.chip.platform, has_experts(model)])
+    return f"range: {least:.3f} to {most:.3f} s, as published steps took beside their plans"
 
 
 def host_lines(step: Estimate, topology: Topology) -> Iterator[str]:
