@@ -684,11 +684,7 @@ class ModelConfig(Section, most=2**24, saved=True):
         >>> ModelConfig(layers=5, **kinds).layer_kinds
         ('dense', 'dense', 'moe', 'dense', 'moe')
         """
-        if not self.kinds:
-            return self.named_kinds
-        blocks = {kind: self.base_of(kind) for kind in {*self.named_kinds}}
-        blocks |= {kind: shapes[0] for shapes in self._kinds_by_shape.values() for kind in shapes}
-        return tuple(blocks[kind] for kind in self.named_kinds)
+        return _layer_kinds(self) if self.kinds else self.named_kinds
 
     def base_of(self, kind: str) -> str:
         """The kind of which this one is a variant, "dense" or "moe"; itself if it has a class of the user's.
@@ -910,6 +906,13 @@ class SettingsOfLayers(NamedTuple):
     def of_each(self) -> list[ModelConfig]:
         """The settings of each layer."""
         return [self.settings[number] for number in self.numbers]
+
+
+@functools.lru_cache(maxsize=64)  # what is traced asks for the kinds of layers again and again
+def _layer_kinds(model: ModelConfig) -> tuple[str, ...]:
+    blocks = {kind: model.base_of(kind) for kind in {*model.named_kinds}}
+    blocks |= {kind: shapes[0] for shapes in model._kinds_by_shape.values() for kind in shapes}
+    return tuple(blocks[kind] for kind in model.named_kinds)
 
 
 @functools.lru_cache(maxsize=32)
