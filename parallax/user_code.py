@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import packages_distributions
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from parallax.errors import ConfigError, nearest, quoted, shown
@@ -155,12 +156,13 @@ def with_settings(key: str, value: Any, changes: Mapping[str, Mapping[str, Any]]
     return UserCode(text) if isinstance(value, UserCode) else text
 
 
-def _by_name(value: str) -> tuple[dict[str, str], dict[str, str]]:
+@functools.lru_cache(maxsize=64)  # a plan reads the same text for each of many models
+def _by_name(value: str) -> tuple[Mapping[str, str], Mapping[str, str]]:
     """The texts by name of code and of settings alone; empty if some name has two of a sort, or it is another text."""
     pairs = BY_NAME.findall(value) if ALL_BY_NAME.fullmatch(value) else []
     codes, settings = ([pair for pair in pairs if pair[1].startswith("(") == alone] for alone in (False, True))
     alike = len(dict(codes)) == len(codes) and len(dict(settings)) == len(settings)
-    return (dict(codes), dict(settings)) if alike else ({}, {})
+    return (MappingProxyType(dict(codes)), MappingProxyType(dict(settings))) if alike else ({}, {})
 
 
 def imported_code(key: str, value: Any, given: Sequence[str] = ()) -> Any:

@@ -12,7 +12,6 @@ from jax import Array, lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from parallax.config.remat import recomputed_parts
 from parallax.config.sections import BLOCKS, COMPUTE, EMBEDDING, HEAD
 from parallax.config.settings import NOT_OF_A_MODEL, Settings, code_of
 from parallax.errors import ConfigError
@@ -21,7 +20,7 @@ from parallax.model.batch import GROUPS, check_groups, checked
 from parallax.model.context import Context, tables_of_layers
 from parallax.model.embedding import EMBEDDINGS
 from parallax.model.experts.exchange import SENT_AGAIN
-from parallax.model.experts.exchange_costs import even_load, exchange_of
+from parallax.model.experts.exchange_costs import even_load, exchange_of, sends_again
 from parallax.model.families import CONTEXTS, FAMILIES
 from parallax.model.kernels.choice import chosen_kernel
 from parallax.model.lora import check_adapted
@@ -187,11 +186,7 @@ class ModelOnMesh:
     @property
     def _exchange_form(self) -> str:
         """The same, or SENT_AGAIN if the backward pass sends tokens once more."""
-        recomputed = recomputed_parts(self.pipeline.remat) or ()
-        # If gate and up or chunks are recomputed, so are the messages for them; and W, which has the products that read
-        # tokens, sends only gradients.
-        of_experts = "experts" in recomputed or self.layout.expert_chunk_tokens > 0 or self.schedule.split
-        again = self.exchange == "ragged" and "dispatch" in recomputed and not of_experts
+        again = sends_again(self.exchange, self.pipeline.remat, self.layout, split=self.schedule.split)
         return SENT_AGAIN if again else self.exchange
 
     @cached_property

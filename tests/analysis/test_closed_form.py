@@ -122,6 +122,16 @@ def test_bounds_without_moves_are_below_prices_whatever_is_moved(topology, chang
         assert ClosedForm(settings, topology, closed.layers).estimate(choice) == closed.estimate(choice), choice
 
 
+@pytest.mark.parametrize("topology", ["v5e:2x4", "H100:1x8"])
+def test_bounds_of_sums_in_host_memory_have_the_link_and_are_below_their_traced_step(topology):
+    topology, settings = read_topology(topology), settings_of(layers=2)
+    least = LeastWork(settings, topology, model_on_topology(settings, topology))
+    for policy in ("zero3", "lean"):
+        choice = Choice.of(settings)._replace(policy=policy, grads_on="host")
+        bound, step = least.bound(choice), predict(choice.applied(settings), topology)
+        assert least.bound(choice._replace(grads_on="device")) < bound <= step.secs
+
+
 def test_layers_traced_for_one_slice_are_those_of_several():
     slices, mesh = read_topology("2xv5e:2x2"), {"dp": 4, "replica": 2}
     one = ClosedForm(settings_of(mesh={"dp": 4}), read_topology("v5e:2x2"))

@@ -61,6 +61,7 @@ from parallax.config.sections import AUTO
 from parallax.config.settings import Settings, check_settings
 from parallax.errors import ConfigError
 from parallax.model.batch import BATCH_ARRAYS
+from parallax.model.experts.exchange_costs import exchange_of, sends_again
 from parallax.pipeline import ShardedModel, repeats_of
 from parallax.schedules import SCHEDULES, Schedule, by_name
 from parallax.schedules.pricing import lockstep_bubble
@@ -72,7 +73,7 @@ from parallax.sharding.plan import FLOAT32_BYTES
 PART_OF = dict.fromkeys(["fsdp.bucket", "fsdp.gather_dtype"], "moves")
 PART_OF |= {f"optimizer.{key}": "moves" for key in ("m_dtype", "v_dtype", "states_on", "masters_on")}
 KEYS_OF_LAYOUTS = {f"{section}.{name}" for name, section in SECTION_OF.items()}
-ANCHORS = 2, 4  # rows of a microbatch for which layers are traced; the costs of others are on a line through these
+ANCHORS = 2, 4  # rows of a microbatch for which a sweep traces layers
 
 
 class Moves(NamedTuple):
@@ -99,10 +100,17 @@ class WithoutMoves(NamedTuple):
 
 class ClosedForm:
     """Prices layouts of some settings. What several layouts share is traced when the first of them is priced; traced
-    `layers` may come from settings with another mesh and batch, on the same chips."""
+    `layers` may come from settings with another mesh and batch, on the same chips. Layers are traced for two numbers of
+    rows of a microbatch, `anchors`; what layers of other rows cost is on a line through these."""
 
-    def __init__(self, settings: Settings, topology: Topology, layers: dict[tuple, Any] | None = None):
-        self.settings, self.topology, data = settings, topology, settings.data
+    def __init__(
+        self,
+        settings: Settings,
+        topology: Topology,
+        layers: dict[tuple, Any] | None = None,
+        anchors: tuple[int, int] = ANCHORS,
+    ):
+        self.settings, self.topology, self.anchors, data = settings, topology, anchors, settings.data
         self.rows = data.global_batch // ranks_beside(settings.mesh)  # of one rank of axes that no sweep varies
         declared = model_on_topology(settings, topology).plan.declared
         tokens = data.global_batch * data.seq / topology.devices
@@ -234,8 +242,12 @@ class ClosedForm:
 
     def stream(self, choice: Choice) -> int:
         """Bytes of a microbatch's residual stream."""
-        each = (self._passes(choice, rows)[0][0].layer for rows in ANCHORS)
-        return _between(*(bytes_of([layer.forward.in_avals[layer.weights]]) for layer in each), self._share_of(choice))
+
+        def at_rows(rows: int) -> int:
+            layer = self._passes(choice, rows)[0][0].layer
+            return bytes_of([layer.forward.in_avals[layer.weights]])
+
+        return self._on_line(at_rows, self.rows_of(choice))
 
     def ends(self, choice: Choice) -> Ends:
         """Costs of embedding and head."""
@@ -254,8 +266,10 @@ class ClosedForm:
             return self._kept((*key, rows, "traced"), lambda: layer_costs(passes, model, number))
 
         def line() -> LayerCosts:
-            low, high = map(at_rows, ANCHORS)
-            costs, saved = on_line(low, high, _share(rows)) or at_rows(rows)
+            known = None
+            if rows not in self.anchors:
+                known = on_line(*map(at_rows, self.anchors), self._share(rows))
+            costs, saved = known or at_rows(rows)
             return LayerCosts(without_places(costs), saved)
 
         return self._kept((*key, rows), line)
@@ -268,7 +282,7 @@ class ClosedForm:
             each = self._passes(choice, rows)
             return self._kept((*key, layers, rows), lambda: max(working_bytes(*kind, layers) for kind in each))
 
-        return _between(*map(at_rows, ANCHORS), self._share_of(choice))
+        return self._on_line(at_rows, self.rows_of(choice))
 
     def schedule(self, choice: Choice) -> Schedule:
         """The schedule of a layout."""
@@ -295,8 +309,14 @@ class ClosedForm:
         """Rows of a microbatch on a device."""
         return self.rows // (choice.dp * choice.ep * choice.microbatches)
 
-    def _share_of(self, choice: Choice) -> float:
-        return _share(self.rows_of(choice))
+    def _on_line(self, at_rows: Callable[[int], int], rows: int) -> int:
+        """Bytes at a number of rows, on a line through those at the anchors."""
+        return at_rows(rows) if rows in self.anchors else _between(*map(at_rows, self.anchors), self._share(rows))
+
+    def _share(self, rows: int) -> float:
+        """How far a number of rows is on the way from the first anchor to the second."""
+        first, second = self.anchors
+        return (rows - first) / (second - first)
 
     def _kept(self, key: tuple, make: Callable[[], Any]) -> Any:
         if key not in self._traced:
@@ -346,12 +366,16 @@ class ClosedForm:
 
     def _traced_as(self, choice: Choice) -> tuple:
         exchange = choice.exchange if choice.ep > 1 else AUTO
-        return choice.tp, choice.cp, choice.ep, exchange, choice.context, choice.order, self._remat_of_exchange(choice)
+        return choice.tp, choice.cp, choice.ep, exchange, choice.context, choice.order, self._sends_again(choice)
 
-    def _remat_of_exchange(self, choice: Choice) -> str:
-        """The value of pipeline.remat with which a layer is traced. It matters only to an exchange of tokens, if the
-        backward pass is not divided."""
-        return choice.remat if choice.ep > 1 and not self._divides(choice) else "none"
+    def _sends_again(self, choice: Choice) -> bool:
+        """Whether the backward pass sends tokens once more, all that a layer's programs follow from of
+        pipeline.remat."""
+        if choice.ep == 1:
+            return False
+        on_cpus = self.topology.chip.platform == "cpu"
+        exchange = exchange_of(choice.exchange, self.settings.model, choice.ep, on_cpus=on_cpus)
+        return sends_again(exchange, choice.remat, self.settings.layout, split=self._divides(choice))
 
     def _divides(self, choice: Choice) -> bool:
         """Whether the schedule divides the backward pass, with any number of microbatches."""
@@ -359,7 +383,8 @@ class ClosedForm:
 
     def _programs(self, choice: Choice, rows: int) -> tuple[ShardedModel, list[TracedLayer]]:
         alone = dict(pp=1, dp=1, microbatches=1, schedule="gpipe", virtual=1, policy="zero3", exceptions="", prefetch=0)
-        settings = choice._replace(remat=self._remat_of_exchange(choice), **alone).applied(self.settings)
+        remat = choice.remat if self._sends_again(choice) else "none"
+        settings = choice._replace(remat=remat, **alone).applied(self.settings)
         beside = {f"mesh.{axis}": 1 for axis in unchosen_sizes(self.settings.mesh)}
         settings = with_keys(settings, beside | {"data.global_batch": rows * choice.ep})
         model = model_on_topology(settings, self.topology._replace(slices=1))
@@ -432,12 +457,6 @@ def on_line(low: LayerCosts, high: LayerCosts, share: float) -> LayerCosts | Non
         costs[_cost_between(a, b, share), place] += count
     saved = {pool: _between(size, high.saved[pool], share) for pool, size in low.saved.items()}
     return LayerCosts(costs, saved)
-
-
-def _share(rows: int) -> float:
-    """How far a number of rows is on the way from the first anchor to the second."""
-    first, second = ANCHORS
-    return (rows - first) / (second - first)
 
 
 def _cost_between(low: Any, high: Any, share: float) -> Any:

@@ -16,8 +16,7 @@ from jax import Array
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 from jax.sharding import PartitionSpec as P
 
-from parallax.analysis.planned.gpu_passes import GpuPasses
-from parallax.analysis.planned.step_time import OpCost, costs_in_equation, passes_of
+from parallax.analysis.planned.step_time import OpCost, costs_in_equation, gpu_passes, passes_of
 from parallax.analysis.traced.collectives import PLAN, Sent
 from parallax.analysis.traced.memory import DATA, Liveness, Program, Value, inline
 from parallax.analysis.traced.trace import Invocation, Origin, Walk
@@ -192,13 +191,12 @@ def pass_programs(layer: TracedLayer, remat: str, *, split: bool) -> PassProgram
 
 def layer_costs(passes: PassPrograms, model: ShardedModel, number: int) -> LayerCosts:
     """The costs of a layer whose settings have this number."""
-    which, known, known_back = passes.layer.which, {}, {}
-    if which is not None:
-        known, known_back = {which: np.int32(number)}, {which - 1: np.int32(number)}
-    costs = [counted(passes.forward, model, FORWARD, known), copies_of_slots(passes.saved, "forward")]
+    which = passes.layer.which
+    which_back = None if which is None else which - 1
+    costs = [_counted_pass(passes.forward, model, FORWARD, which, number), copies_of_slots(passes.saved, "forward")]
     if passes.recompute is not None:
-        costs.append(counted(passes.recompute, model, BACKWARD, known))
-    costs.append(counted(passes.backward, model, BACKWARD, known_back))
+        costs.append(_counted_pass(passes.recompute, model, BACKWARD, which, number))
+    costs.append(_counted_pass(passes.backward, model, BACKWARD, which_back, number))
     costs.append(copies_of_slots([*_held_again(passes), *passes.passed], "recompute"))
     if passes.later is not None:
         costs.append(counted(passes.later, model, WEIGHTS))
@@ -206,6 +204,11 @@ def layer_costs(passes: PassPrograms, model: ShardedModel, number: int) -> Layer
         costs.append(copies_of_slots(_residuals_read(passes), "recompute"))
         costs.append(copies_of_slots(_read_by_products(passes.later), "backward"))
     return LayerCosts(added(costs), passes.pools)
+
+
+@functools.lru_cache(maxsize=32)
+def _counted_pass(program: ClosedJaxpr, model: ShardedModel, scope: str, which: int | None, number: int) -> Counts:
+    return counted(program, model, scope, {} if which is None else {which: np.int32(number)})
 
 
 def _held_again(passes: PassPrograms) -> list[Any]:
@@ -242,19 +245,19 @@ def _read_by_products(program: ClosedJaxpr | None) -> list[Any]:
     """The arguments that products read, on GPUs."""
     if program is None:
         return []
-    read = GpuPasses(program).for_products
+    read = gpu_passes(program).for_products
     return [var.aval for var in program.jaxpr.invars if var in read]
 
 
 def _residuals_read(passes: PassPrograms) -> list[Any]:
     """What B reads from slots for products, on GPUs."""
-    given, recompute, read = passes.given, passes.read_again, GpuPasses(passes.backward).for_products
+    given, recompute, read = passes.given, passes.read_again, gpu_passes(passes.backward).for_products
     residuals = passes.backward.jaxpr.invars[given:-1]
     if recompute is None:
         return [var.aval for var in residuals if var in read]
     outs = zip(recompute.jaxpr.outvars, residuals, strict=True)
     read_again = {out for out, var in outs if var in read and not isinstance(out, Literal)}
-    read_again |= GpuPasses(recompute).for_products
+    read_again |= gpu_passes(recompute).for_products
     saved = [recompute.jaxpr.invars[passes.layer.weights], *recompute.jaxpr.invars[given + 1 :]]
     return [var.aval for var in saved if var in read_again]
 

@@ -13,13 +13,19 @@ from typing import Any, NamedTuple
 
 from parallax.analysis.planned.closed_form import ClosedForm
 from parallax.analysis.planned.devices import fastest_matmul, matmul_lines
-from parallax.analysis.planned.layouts import SHARDED_TABLES, Choice, flags_of, order_to_try, with_keys
+from parallax.analysis.planned.layouts import (
+    SHARDED_TABLES,
+    Choice,
+    flags_of,
+    order_to_try,
+    ranks_beside,
+    with_keys,
+)
 from parallax.analysis.planned.step_time import (
     PUBLISHED_OVER_PLANNED,
     CompiledStep,
     Estimate,
     compiled_parts,
-    has_experts,
     predicted,
     time_parts,
 )
@@ -185,7 +191,10 @@ class Prices:
 
     def __init__(self, settings: Settings, topology: Topology, now: Estimate):
         self.settings, self.topology, self.now = settings, topology, now
-        self.closed, self.layout = ClosedForm(settings, topology), Choice.of(settings)
+        self.layout = Choice.of(settings)
+        ranks = ranks_beside(settings.mesh) * self.layout.dp * self.layout.ep
+        rows = settings.data.global_batch // (ranks * self.layout.microbatches)
+        self.closed = ClosedForm(settings, topology, anchors=(rows, 2 * rows))  # most changes keep the rows
 
     @property
     def free_bytes(self) -> int:

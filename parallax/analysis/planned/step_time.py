@@ -69,7 +69,7 @@ from parallax.analysis.traced.memory import (
     predicted_memory,
 )
 from parallax.analysis.traced.trace import Origin, step_program, walk
-from parallax.config.sections import ATTENTION, ModelConfig
+from parallax.config.sections import ATTENTION
 from parallax.config.settings import Settings
 from parallax.display.tables import LEAST_SHOWN, Table
 from parallax.display.units import percent
@@ -248,13 +248,14 @@ def passes_of(program: ClosedJaxpr, model: ShardedModel) -> Passes:
     """The passes over memory that XLA makes of a program besides products, if it is known: all on GPUs, and those of
     rows on TPUs."""
     if is_for_gpus(model.mesh):
-        return GpuPasses(program)
-    return RowPasses(program) if has_experts(model.config) else None
+        return gpu_passes(program)
+    return RowPasses(program) if model.config.has_mixtures else None
 
 
-def has_experts(model: ModelConfig) -> bool:
-    """Whether layers of a model are mixtures."""
-    return any(model.base_of(kind) == "moe" for kind in model.blocks)
+@functools.lru_cache(maxsize=32)  # values of pipeline.remat share programs
+def gpu_passes(program: ClosedJaxpr) -> GpuPasses:
+    """The passes of a program on GPUs."""
+    return GpuPasses(program)
 
 
 def costs_in_equation(equation: JaxprEqn, origin: Origin, *, model: ShardedModel, passes: Passes) -> Counter:

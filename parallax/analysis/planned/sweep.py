@@ -58,7 +58,13 @@ from parallax.analysis.traced.flops import (
     qk_width,
     scores_flops,
 )
-from parallax.analysis.traced.memory import Memory, predicted_host_memory, predicted_memory, predicted_state
+from parallax.analysis.traced.memory import (
+    HostMemory,
+    Memory,
+    predicted_host_memory,
+    predicted_memory,
+    predicted_state,
+)
 from parallax.analysis.traced.recompute import FINER, mlp_kernels, part_costs, recomputed_flops, sets_to_try
 from parallax.config.remat import saved_parts
 from parallax.config.sections import DataParallelConfig
@@ -69,10 +75,10 @@ from parallax.errors import ConfigError, ParallaxError, errors_as
 from parallax.hardware.chips import Chip
 from parallax.model.experts.exchange_costs import exchange_of, exchanged_rows
 from parallax.model.kernels.flops import tokens_read_twice
-from parallax.pipeline import ShardedModel
+from parallax.pipeline import BACKWARD, ShardedModel
 from parallax.schedules.pricing import least_bubble, least_held
 from parallax.sharding.activations import EXPERT_AXIS
-from parallax.sharding.host import DEVICE, rests_on_host
+from parallax.sharding.host import DEVICE, HOST, rests_on_host
 from parallax.sharding.plan import FLOAT32_BYTES, Policies
 from parallax.storage.files import read_object, write_whole
 from parallax.version import code_version, version_of
@@ -124,7 +130,7 @@ class LeastWork:
         """Lower bound in seconds, never above the layout's own estimate, with the least that it computes and sends or,
         of these parts, what they do. The layout need not be legal."""
         parts = parts or WithoutMoves(self._products(choice.remat), self._sent(choice), 0.0)
-        return self._secs(choice, parts._replace(sent=[*self._moved(choice), *parts.sent]))
+        return self._secs(choice, parts._replace(sent=[*self._moved(choice), *parts.sent]), self._sums_on_host(choice))
 
     def work(self, choice: Choice) -> float:
         """The same without communication. It is computed once for all layouts with the same."""
@@ -133,15 +139,21 @@ class LeastWork:
             self.secs_of[shape] = self._secs(choice, WithoutMoves(self._products(choice.remat), [], 0.0))
         return self.secs_of[shape]
 
-    def _secs(self, choice: Choice, parts: WithoutMoves) -> float:
+    def _secs(self, choice: Choice, parts: WithoutMoves, waiting: int = 0) -> float:
         costs = costs_of(self.settings.model, choice.remat, seq=self.seq)
         least = least_bubble(choice.schedule, choice.pp, choice.microbatches, choice.virtual, costs)
-        bubble = max(parts.bubble, least)
-        traced = TracedWork(
-            parts.products, parts.sent, 0, bubble, per_use=self.per_use, ticks_beside=parts.ticks_beside
-        )
-        nothing_held = Memory(**dict.fromkeys(Memory._fields, 0))
-        return estimate(self.timed(choice.as_timed), self.topology, nothing_held, traced).secs
+        bubble, beside = max(parts.bubble, least), parts.ticks_beside
+        moved = {(BACKWARD, memory): choice.microbatches * waiting for memory in (HOST, DEVICE) if waiting}
+        traced = TracedWork(parts.products, parts.sent, 0, bubble, moved, per_use=self.per_use, ticks_beside=beside)
+        host, nothing_held = HostMemory(gradients=waiting), Memory(**dict.fromkeys(Memory._fields, 0))
+        return estimate(self.timed(choice.as_timed), self.topology, nothing_held, traced, host).secs
+
+    def _sums_on_host(self, choice: Choice) -> int:
+        """Bytes of the layers' sums of gradients in host memory, which each microbatch reads and writes."""
+        if choice.grads_on == DEVICE:
+            return 0
+        here, there = (self.layers_of(*choice._replace(grads_on=memory).sharding).bytes for memory in (DEVICE, HOST))
+        return here - there
 
     def held(self, choice: Choice) -> float:
         """Lower bound in bytes on the memory of a device: parameters, states of the optimizer, sums of gradients,
@@ -302,6 +314,7 @@ class Sweep:
         self.sets: list[PricedLayout] = []
         self._bound_of: dict[Choice, float] | None = None
         self._price_of: dict[Choice, float] | None = None
+        self._too_large: list[tuple[Choice, float]] = []  # with their bytes besides those that depend on sums
         self._secs: list[float] = []  # of each layout that was priced, not found in the cache
         self.topology = as_measured_first(topology, cache)
         self.least = LeastWork(settings, self.topology, model_on_topology(settings, self.topology))
@@ -409,6 +422,7 @@ class Sweep:
             self.price()
         waiting = sorted(self._price_of, key=self._price_of.__getitem__)
         prices = [self._price_of[choice] for choice in waiting]
+        self._too_large.clear()
         self._look_at(self.configured)
         done, end = 0, len(waiting)
         while done < end:
@@ -421,6 +435,8 @@ class Sweep:
             if len(kept := self._with_own_sums()) == self.keep:
                 end = max(done, bisect_right(prices, kept[-1].estimate.secs * (1 + TIME_WITHIN)))
         self.passed["slower"] += len(waiting) - end
+        for choice, beside in self._too_large:
+            self._make_smaller(choice, beside)
         progress(done, done)
 
     def run_sets(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
@@ -455,16 +471,28 @@ class Sweep:
     def _look_at(self, choice: Choice) -> None:
         usable, held = self.topology.chip.usable_bytes, self._certain_bytes(choice)
         priced = self._priced(choice) if held <= usable else held
-        if not isinstance(priced, str | Estimate):  # bytes, of which smaller sums free no more than they have less
-            beside = priced - self.least.held(choice)
-            smaller = [other for other in self._smaller(choice) if beside + self.least.held(other) <= usable]
-            fitting = ((other, then) for other in smaller if isinstance(then := self._priced(other), Estimate))
-            choice, priced = next(fitting, (choice, "too large"))
         if isinstance(priced, str):
             self.passed[priced] += 1
-        else:
-            self.rows.append(PricedLayout(choice, priced))
-            self.rows.sort(key=lambda row: row.estimate.secs)
+        elif isinstance(priced, Estimate):
+            self._add(choice, priced)
+        else:  # bytes, of which smaller sums free no more than they have less
+            self._too_large.append((choice, priced - self.least.held(choice)))
+
+    def _make_smaller(self, choice: Choice, beside: float) -> None:
+        """Trace a layout with smaller sums of gradients, beside which it holds so many bytes, if these may fit and be
+        faster than the last of the `keep`."""
+        kept, usable = self._with_own_sums(), self.topology.chip.usable_bytes
+        slowest = kept[-1].estimate.secs if len(kept) == self.keep else math.inf
+        smaller = [other for other in self._smaller(choice) if beside + self.least.held(other) <= usable]
+        faster = [other for other in smaller if self.least.bound(other) <= slowest]
+        for other in faster:
+            if isinstance(priced := self._priced(other), Estimate):
+                return self._add(other, priced)
+        self.passed["too large" if len(faster) == len(smaller) else "slower"] += 1
+
+    def _add(self, choice: Choice, priced: Estimate) -> None:
+        self.rows.append(PricedLayout(choice, priced))
+        self.rows.sort(key=lambda row: row.estimate.secs)
 
     def _certain_bytes(self, choice: Choice) -> float:
         """What a layout holds on a device for certain."""

@@ -2,7 +2,8 @@
 
 import math
 
-from parallax.config.sections import AUTO, ModelConfig
+from parallax.config.remat import recomputed_parts
+from parallax.config.sections import AUTO, LayoutConfig, ModelConfig
 
 ROOM_OVER_EVEN = 1.25  # a usual load is at most this multiple of an even load
 ROWS_STEP = 256
@@ -51,3 +52,16 @@ def exchange_of(asked: str, model: ModelConfig, ep: int, *, on_cpus: bool) -> st
         return "gather"
     sent = exchanged_rows(model, ep)
     return min(sent, key=lambda name: sent[name])
+
+
+def sends_again(exchange: str, remat: str, layout: LayoutConfig, *, split: bool) -> bool:
+    """Whether the backward pass sends tokens once more. If gate and up or chunks are recomputed, so are the messages
+    for them; and W of a backward pass that is `split`, which has the products that read tokens, sends only gradients.
+
+    >>> chunks = [LayoutConfig(expert_chunk_tokens=chunk) for chunk in (0, 64)]
+    >>> [sends_again("ragged", "elementwise", layout, split=False) for layout in chunks]
+    [True, False]
+    """
+    recomputed = recomputed_parts(remat) or ()
+    of_experts = "experts" in recomputed or layout.expert_chunk_tokens > 0 or split
+    return exchange == "ragged" and "dispatch" in recomputed and not of_experts
