@@ -27,17 +27,17 @@ def batch_of():
     return batch, batch | {"groups": np.broadcast_to(np.arange(ROWS)[:, None] % GROUPS, (ROWS, SEQ)).astype(np.int32)}
 
 
-def alone(group):
-    """Nats and number of labels of a group, as the loss of a batch without labels of the others has them."""
-    batch, grouped = batch_of()
-    labels = np.where(grouped["groups"] == group, batch["labels"], IGNORED).astype(np.int32)
-    model = build((1, 1, 1), **SMALL)
-    metrics = jax.jit(model.loss)(params_of(model), batch | {"labels": labels})
-    return float(metrics["loss"] * metrics["tokens"]), float(metrics["tokens"])
-
-
 @pytest.fixture(scope="module")
 def expected():
+    """Nats and number of labels of each group, as the loss of a batch without labels of the others has them."""
+    (batch, grouped), model = batch_of(), build((1, 1, 1), **SMALL)
+    loss, params = jax.jit(model.loss), params_of(model)
+
+    def alone(group):
+        labels = np.where(grouped["groups"] == group, batch["labels"], IGNORED).astype(np.int32)
+        metrics = loss(params, batch | {"labels": labels})
+        return float(metrics["loss"] * metrics["tokens"]), float(metrics["tokens"])
+
     return np.array([alone(group) for group in range(GROUPS)]).T
 
 
