@@ -482,7 +482,7 @@ def estimate_parts(step: Estimate, topology: Topology, model: ModelConfig) -> It
 
 def step_range(secs: float, topology: Topology, model: ModelConfig) -> str:
     """From how long to how long a step takes that is planned to take so long, in words."""
-    least, most = (secs * times for times in PUBLISHED_OVER_PLANNED[topology.chip.platform, has_experts(model)])
+    least, most = (secs * times for times in PUBLISHED_OVER_PLANNED[topology.chip.platform, model.has_mixtures])
     return f"range: {least:.3f} to {most:.3f} s, as published steps took beside their plans"
 
 
