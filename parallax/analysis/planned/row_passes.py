@@ -9,6 +9,7 @@ is read where it is computed with in more, unless it was just rounded or gathere
 import math
 from typing import Any
 
+import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 
 from parallax.analysis.planned.gpu_passes import CONVERTS, GATHERS_ROWS, GpuPasses
@@ -31,7 +32,7 @@ class RowPasses:
     def bytes(self, equation: JaxprEqn, origin: Origin) -> int | None:
         """Bytes that an equation reads and writes; None for all that is no pass over a mixture's rows."""
         name, (x, *_), (out, *_) = equation.primitive.name, equation.invars or [None], equation.outvars
-        if origin.module != MIXTURE or name not in (GATHERS_ROWS, CONVERTS) or out.aval.ndim != 2:
+        if origin.module != MIXTURE or name not in (GATHERS_ROWS, CONVERTS) or not _are_rows(out):
             return None
         if name == GATHERS_ROWS:
             return _bytes(out) * (2 if out in self._read_by_products else 1)
@@ -47,6 +48,11 @@ class RowPasses:
                 self._of_kernels.update(equation.outvars)
             if equation.primitive.name in (GATHERS_ROWS, CONVERTS):
                 self._made_here.update(equation.outvars)
+
+
+def _are_rows(value: Any) -> bool:
+    """Whether these are rows of tokens, not numbers of places or of tokens."""
+    return value.aval.ndim == 2 and jnp.issubdtype(value.aval.dtype, jnp.inexact)
 
 
 def _is_in(values: set[Any], value: Any) -> bool:
