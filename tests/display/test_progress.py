@@ -205,11 +205,11 @@ def test_ctrl_c_while_jax_is_loaded_is_quiet(tmp_path):
 def test_what_a_command_loads_is_not_searched_for_garbage(module, searched, monkeypatch):
     """Another program that imports the command decides about its own."""
     monkeypatch.setattr(sys, "argv", ["train.py", "--help"])  # no progress is printed
+    before = gc.get_freeze_count()  # Python has frozen some since 3.12
     try:
         with loading(module, None):
             assert gc.isenabled() == searched
-            assert gc.get_freeze_count() == 0
         assert gc.isenabled()
-        assert (gc.get_freeze_count() > 0) == (not searched)
+        assert (gc.get_freeze_count() > before) == (not searched)
     finally:
         gc.unfreeze()
