@@ -173,7 +173,7 @@ class Estimate(NamedTuple):
     work_secs: float
     recompute_secs: float  # of the work
     exposed_secs: dict[str, float]  # by axes, as "dp" or "dp tp"
-    hidden_secs: float
+    hidden_secs: float  # saved by messages that hide: on GPUs a part of their time
     update_secs: float
     bubble: float
     secs: float
