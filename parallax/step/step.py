@@ -211,8 +211,9 @@ class TrainStep:
         of_groups = {"groups": self.groups} if GROUPS in batch else {}
         metrics, grads, statistics = self.model.loss_grads_and_statistics(state.params, batch, noise, **of_groups)
         with jax.named_scope(UPDATE):
-            # What is sent here comes before a branch that sends: simulated devices meet messages as they are written.
-            metrics |= {"grad_norm": self.grad_norm(grads, statistics)} | max_logit_of(self.model, statistics)
+            metrics |= {"grad_norm": self.grad_norm(grads, statistics)}
+            # Sent before the update's branch, which may send: simulated devices meet messages as they are written.
+            largest = max_logit_of(self.model, statistics)
             passes, guard = judge(self.guard, state.guard, metrics)
             update, kept = functools.partial(self.update, noise=noise), (state.params, state.opt_state)
             given = grads, statistics, metrics["grad_norm"]
@@ -220,7 +221,7 @@ class TrainStep:
             params, opt_state = updated_if(passes, update, kept, given, in_loop=in_loop)
             counts = {"skipped": ~passes, "skipped_steps": guard.skipped, "in_a_row": guard.in_a_row}
             metrics |= {name: count.astype(jnp.float32) for name, count in counts.items()}
-            metrics |= counts_of(self.model, statistics)
+            metrics |= counts_of(self.model, statistics) | largest
         return TrainState(state.step + 1, params, opt_state, guard), metrics
 
     def grad_norm(self, grads: Any, statistics: Mapping[str, Array]) -> Array:
