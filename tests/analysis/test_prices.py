@@ -145,8 +145,8 @@ def test_as_theirs_leaves_out_what_their_recipe_does_not_do(published):
 
 
 def test_blocks_of_rows_are_known_as_such_on_gpus(published):
-    """Of the FLOPs of a mixture whose widths are no multiples of 16 those of experts are in blocks there, and on TPUs in
-    grouped products."""
+    """Of the FLOPs of a mixture those of experts are in blocks there, if their width is no multiple of 16, and on TPUs
+    in grouped products."""
     sizes = dict(layers=2, d_model=64, heads=2, kv_heads=1, d_head=32, d_ff=64, vocab=256)
     changes = {f"model.{key}": size for key, size in sizes.items()} | published.mixture(2, 64, 2, 1, 256, 4, 2, 40)
     changes |= published.at(8, 256, dp=8) | published.microbatches(1) | {"model.d_head": 32, "model.kernel": "xla"}

@@ -5,7 +5,7 @@ from collections import Counter
 import jax
 import jax.numpy as jnp
 
-from parallax.analysis.planned.row_passes import MIXTURE, RowPasses
+from parallax.analysis.planned.row_passes import ROWS_IN, RowPasses
 from parallax.analysis.traced.trace import walk
 
 ROWS, WIDE, GROUPS, HALF = 64, 8, 2, jnp.bfloat16
@@ -14,7 +14,7 @@ W, SIZES = jax.ShapeDtypeStruct((GROUPS, WIDE, WIDE), HALF), jax.ShapeDtypeStruc
 OF_ROWS = ROWS * WIDE * 2  # bytes
 
 
-def moved(function, *arrays, module=MIXTURE):
+def moved(function, *arrays, module=ROWS_IN[0]):
     """Bytes that each kind of operation of a module moves."""
 
     def scoped(*arrays):
@@ -32,7 +32,12 @@ def test_rows_that_are_gathered_for_a_product_are_read_and_written():
         return jax.lax.ragged_dot(x[row_of], w, sizes)
 
     assert moved(product, X, ROW_OF, W, SIZES) == {"gather": 2 * OF_ROWS}
+    assert moved(product, X, ROW_OF, W, SIZES, module=ROWS_IN[1]) == {"gather": 2 * OF_ROWS}
     assert moved(product, X, ROW_OF, W, SIZES, module="embedding") == {}
+
+
+def test_tables_of_places_are_no_rows():
+    assert moved(lambda table: table[:, None].astype(jnp.int8), ROW_OF) == {}
 
 
 def test_rows_that_are_gathered_to_be_added_up_are_read_and_their_sum_is_written():

@@ -16,8 +16,10 @@ from parallax.analysis.planned.gpu_passes import CONVERTS, GATHERS_ROWS, GpuPass
 from parallax.analysis.traced.flops import is_grouped
 from parallax.analysis.traced.trace import Origin
 from parallax.jaxprs import programs_of
+from parallax.model.experts.experts import USUAL_LOAD
 
-MIXTURE = "mlp"  # the module of a mixture, in which its rows are
+MIXTURE = "mlp"  # the module of a mixture
+ROWS_IN = (MIXTURE, f"{MIXTURE}/{USUAL_LOAD}")  # in which its rows are
 
 
 class RowPasses:
@@ -32,7 +34,7 @@ class RowPasses:
     def bytes(self, equation: JaxprEqn, origin: Origin) -> int | None:
         """Bytes that an equation reads and writes; None for all that is no pass over a mixture's rows."""
         name, (x, *_), (out, *_) = equation.primitive.name, equation.invars or [None], equation.outvars
-        if origin.module != MIXTURE or name not in (GATHERS_ROWS, CONVERTS) or not _are_rows(out):
+        if origin.module not in ROWS_IN or name not in (GATHERS_ROWS, CONVERTS) or not _are_rows(out):
             return None
         if name == GATHERS_ROWS:
             return _bytes(out) * (2 if out in self._read_by_products else 1)
