@@ -97,13 +97,16 @@ class SaveNamed(SaveAll):
 
     selection: Selection | None = None
     in_rows: bool = False  # whether saved activations are read in row-major memory layout
+    carried_in_rows: bool = False  # whether they are written so, too, and the input is read so
 
     def forward(self, weights: Any, x: Array, context: Context) -> tuple[Array, Pools]:
         y, *named = jaxpr_as_fun(self.selection.make)(*jax.tree.leaves((weights, x, context)))
+        named = [row_major(leaf) for leaf in named] if self.carried_in_rows else named
         return y, {"F to B": [x, *named]}
 
     def residuals(self, weights: Any, context: Context, saved: Pools) -> list[Array]:
         x, *named = saved["F to B"]
+        x = row_major(x) if self.carried_in_rows else x
         named = [row_major(leaf) for leaf in named] if self.in_rows else named
         recomputed = jaxpr_as_fun(self.selection.recompute)(*jax.tree.leaves((weights, x, context)), *named)
         return [as_varying(leaf, ["pp"]) for leaf in recomputed]
@@ -208,7 +211,7 @@ def layer_passes(
     *,
     split: bool,
     in_rows: bool,
-    input_in_rows: bool = False,
+    carried_in_rows: bool = False,
     plan: ShardingPlan,
     stack: str,
     weights: Any,
@@ -218,7 +221,7 @@ def layer_passes(
     """The passes of a stack's layers for a gathered layer's weights, an input and a context of these shapes.
 
     `in_rows`: whether saved activations are read in row-major memory layout, as `relays_what_is_read` says;
-    `input_in_rows`: whether the input is, from which remat="layer" recomputes. With remat="stage" a stage runs its
+    `carried_in_rows`: whether they are written so, too, and the input is read so. With remat="stage" a stage runs its
     layers again before B, and these passes save all for the time of B.
     Raises ConfigError if the block names an activation that `pipeline.remat` does not know.
     """
@@ -232,9 +235,9 @@ def layer_passes(
         selection = select(program, now=[0], names=parts)
         named = jax.eval_shape(jaxpr_as_fun(selection.make), *given)[1:]
         names = (LAYER_INPUT, *selection.names)
-        passes = SaveNamed(block, *vjp, program, {"F to B": [x, *named]}, names, selection, in_rows)
+        passes = SaveNamed(block, *vjp, program, {"F to B": [x, *named]}, names, selection, in_rows, carried_in_rows)
     elif remat == "layer":
-        passes = SaveLayerInput(block, *vjp, program, {"F to B": [x]}, (LAYER_INPUT,), input_in_rows)
+        passes = SaveLayerInput(block, *vjp, program, {"F to B": [x]}, (LAYER_INPUT,), carried_in_rows)
     else:
         passes = SaveAll(block, *vjp, program, {"F to B": residuals}, (LAYER_INPUT,) if remat == "stage" else ())
     return Divided.of(passes, remat == "none", weights, residuals, context, y) if split else passes

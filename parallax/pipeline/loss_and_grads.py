@@ -145,8 +145,9 @@ def passes_of_training(layers: Layers, ends: MicrobatchHead | BatchedHead) -> li
     """The passes of each kind of layers."""
     model = layers.model
     in_rows = relays_what_is_read(model.mesh)
-    # Where a tick allocates slots, XLA lays them out for the products that read the input, and copies nothing.
-    settings = dict(in_rows=in_rows, input_in_rows=in_rows and model.carries_residuals)
+    # Slots that ticks carry are copied, all of them, if they are written in another layout than that in which they are
+    # read. Where a tick allocates slots, XLA lays them out for the products that read the input, and copies nothing.
+    settings = dict(in_rows=in_rows, carried_in_rows=in_rows and model.carries_residuals)
     settings |= dict(remat=model.pipeline.remat, split=model.schedule.split)
     shapes = [jax.tree.flatten(arguments) for arguments in arguments_of_layers(layers, ends)]
     return [

@@ -153,6 +153,14 @@ def test_where_xla_relays_what_is_read_slots_are_read_in_rows(mesh, remat, in_ro
     assert ("LayoutConstraint" in lowered(remat, mesh)) == in_rows
 
 
+@pytest.mark.fast(1)
+def test_where_ticks_carry_slots_they_are_written_in_rows_and_inputs_read_in_rows(monkeypatch):
+    """Else it copies all slots whose layout is that of the product that writes them."""
+    monkeypatch.setattr(loss_and_grads, "relays_what_is_read", lambda mesh: True)
+    of_a_tick, carried = (lowered("norm swiglu", mesh).count("@LayoutConstraint") for mesh in [(1, 1, 1), (2, 1, 1)])
+    assert carried == 2 * of_a_tick + 1 > 1
+
+
 # ---- what is made again
 
 
