@@ -228,12 +228,14 @@ def loading(module: str, stream: TextIO | None) -> Iterator[None]:
 @contextlib.contextmanager
 def _no_garbage() -> Iterator[None]:
     """Python's collector searches nothing that is made in this context."""
-    gc.disable()
+    was_on = gc.isenabled()
     try:
+        gc.disable()
         yield
     finally:
         gc.freeze()
-        gc.enable()
+        if was_on:
+            gc.enable()
 
 
 def print_progress_on(stream: TextIO | None) -> None:

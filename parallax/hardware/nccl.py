@@ -81,6 +81,8 @@ class Ranks(NamedTuple):
         >>> round(1e6 * eight.secs("reduce-scatter", 7 / 8 * 2**30))
         2642
         """
+        if self.members == 1:
+            return 0.0
         protocols = [protocol for protocol in PROTOCOLS if self.link in protocol.ring_link]
         rings = (self._ring_secs(protocol, kind, sent) for protocol in protocols)
         trees = (self._tree_secs(protocol, sent) for protocol in protocols if kind == "all-reduce")

@@ -63,7 +63,8 @@ class _Value(NamedTuple):
 
 class _Sender(NamedTuple):
     """Results of a message, or of a loop or a branch with messages, which run `alone`, and what came before: the
-    numbers of the senders that it reads or waits for."""
+    numbers of the senders that it reads or waits for. Any result of a loop or a branch waits for all that it reads; and
+    so does a message of one array, as all are that the package sends."""
 
     results: list[Array]
     alone: bool

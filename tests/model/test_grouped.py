@@ -20,6 +20,7 @@ from parallax.model.experts import experts as experts_module
 from parallax.model.experts import grouped_kernel, grouped_triton
 from parallax.model.experts.experts import ExpertKernels, HeldExperts
 from parallax.model.experts.grouped import FORMS, grouped_dot, grouped_sums, rows_of_block
+from parallax.model.mlp import ACTIVATIONS, Activation
 from parallax.model.products import Operand
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -51,6 +52,11 @@ def plain(x, w, dy, sizes):
         y[own], dx[own], dw[group] = x[own] @ w[group], dy[own] @ w[group].T, x[own].T @ dy[own]
         first += size
     return y, dx, dw
+
+
+def h100():
+    device = jax.sharding.AbstractDevice("NVIDIA H100 80GB HBM3", None, "gpu")
+    return jax.sharding.AbstractMesh((1,), ("dp",), abstract_device=device)
 
 
 @functools.partial(jax.jit, static_argnums=4)
@@ -123,8 +129,39 @@ def test_rows_that_are_not_in_use_reach_nothing(form, spare):
 
 def test_kernels_for_triton_refuse_8_bits():
     x, w = Operand(jnp.ones((8, 16), jnp.int8), jnp.float32(1)), jnp.ones((2, 16, 16), jnp.int8)
-    with pytest.raises(ValueError, match="form='triton' multiplies no operands in int8; use 'blocks'"):
+    with pytest.raises(ValueError, match="form='triton' does not multiply int8 times int8: .*; use 'blocks'"):
         grouped_dot(x, Operand(w, jnp.float32(1)), jnp.array([4, 4]), form="triton")
+
+
+def test_kernels_for_triton_refuse_factors_of_two_dtypes_which_gpus_multiply_in_blocks():
+    x, w, dy = (jnp.zeros(array.shape) for array in arrays())
+    with pytest.raises(ValueError, match="does not multiply bfloat16 times float32: both must be of one dtype"):
+        grouped_dot(x.astype(jnp.bfloat16), w, jnp.array(SIZES["even"]), form="triton")
+    with jax.sharding.use_abstract_mesh(h100()):
+        rows = Operand(jnp.zeros((32, 16), jnp.bfloat16), None)
+        wide = [jnp.zeros((4, 16, 16), dtype) for dtype in (jnp.bfloat16, jnp.float32)]
+        assert [grouped_triton.fits_triton(rows, matrices) for matrices in wide] == [True, False]
+
+
+@pytest.mark.parametrize("with_biases", [False, True])
+@pytest.mark.parametrize("name", [*ACTIVATIONS, "clamped"])
+def test_experts_and_their_gradients_are_lowered_for_gpus_with_every_activation(name, with_biases):
+    """Interpreted on CPUs a kernel may compute what Pallas does not lower to Triton."""
+    count, d_model, d_expert, tokens, chosen = 4, 64, 128, 256, 2
+
+    def kernels(*widths):
+        bias = jnp.zeros((count, widths[1]), jnp.bfloat16) if with_biases else None
+        return ExpertKernels(jnp.zeros((count, *widths), jnp.bfloat16), bias=bias, activation=Activation(name, 7.0))
+
+    def total(x, weights, held, ids):
+        return held(x, weights, ids).astype(jnp.float32).sum()
+
+    held = HeldExperts(*(kernels(*widths) for widths in 2 * [(d_model, d_expert)] + [(d_expert, d_model)]))
+    ids, x = jnp.zeros((tokens, chosen), jnp.int32), jnp.zeros((1, tokens, d_model), jnp.bfloat16)
+    with jax.sharding.use_abstract_mesh(h100()):
+        traced = jax.jit(jax.grad(total, (0, 1, 2))).trace(x, jnp.zeros(ids.shape), held, ids)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert ("gmm_gated" in text) == (name in grouped_triton.IN_TILES) and "gmm_rows" in text and "gmm_sums" in text
 
 
 def test_an_unknown_form_is_refused():

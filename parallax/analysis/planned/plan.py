@@ -475,7 +475,8 @@ def estimate_parts(step: Estimate, topology: Topology, model: ModelConfig) -> It
     used = {axis for axes in step.exposed_secs for axis in axes.split()}
     over = [axis for axis in DATA_AXES if axis == "dp" or axis in used] * (step.hidden_secs > step.beside_secs)
     axes = " and ".join(["pp"] * (step.beside_secs > 0) + over)
-    hidden = f"; {step.hidden_secs:.3f} s of messages over {axes} hide behind the work" * (step.hidden_secs > 0)
+    hide = "hide" if not topology.chip.reached.beside else "are saved, as they hide"  # there the work gets longer
+    hidden = f"; {step.hidden_secs:.3f} s of messages over {axes} {hide} behind the work" * (step.hidden_secs > 0)
     yield f"largest: {name}, {in_bytes(size)}{hidden}"
     yield from host_lines(step, topology)
 

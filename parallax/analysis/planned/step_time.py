@@ -249,7 +249,7 @@ def passes_of(program: ClosedJaxpr, model: ShardedModel) -> Passes:
     rows on TPUs."""
     if is_for_gpus(model.mesh):
         return gpu_passes(program)
-    return RowPasses(program) if model.config.has_mixtures else None
+    return RowPasses(program) if model.config.has_mixtures and not model.is_simulated else None
 
 
 @functools.lru_cache(maxsize=32)  # values of pipeline.remat share programs
@@ -347,7 +347,7 @@ def estimate(
 def secs_beside(message: CollectiveTime, timed: Sequence[tuple[str, float]], ticks: TicksBeside) -> float:
     """Seconds of a message between stages that are hidden: in these ticks, by the pass of one microbatch in one stage
     beside which it travels."""
-    if not message.beside:
+    if message.hides or not message.beside:
         return 0.0
     of_pass = sum(secs for direction, secs in timed if (direction == "forward") == (message.beside == "backward"))
     return getattr(ticks, message.beside) * min(message.secs / message.calls, of_pass / ticks.passes)

@@ -31,7 +31,7 @@ from parallax.model.experts.grouped_kernel import (
     has_kernel,
     input_gradient_by_group,
 )
-from parallax.model.experts.grouped_triton import fits_triton, gated_in_tiles, input_gradient_in_tiles
+from parallax.model.experts.grouped_triton import IN_TILES, fits_triton, gated_in_tiles, input_gradient_in_tiles
 from parallax.model.experts.rows import Rows, collect, dispatch, sort_rows, sums_of_tokens
 from parallax.model.lora import LORA_A, LORA_B, adapts, first_matrix
 from parallax.model.mlp import SWIGLU, Activation
@@ -347,7 +347,8 @@ class HeldExperts(NamedTuple):
             return None
         if has_kernel(x):
             return for_tpus
-        return for_gpus if fits_triton(x, *self.gate.kernels.shape[1:]) else None
+        in_tiles = self.activation.name in IN_TILES and fits_triton(x, self.gate.kernels)
+        return for_gpus if in_tiles else None
 
     def with_gradients(self, sums: Iterable[KernelSums], most: Iterable[tuple]) -> "HeldExperts":
         """Their gradients; `most` has the largest magnitudes of each product's input and of its result's gradient."""

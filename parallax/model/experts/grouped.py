@@ -55,7 +55,7 @@ def grouped_dot(
     """
     x, w = (array if isinstance(array, Operand) else Operand(array, None) for array in (x_NI, w_EIO))
     x, w, sizes_E = vary_alike((x, w, sizes_E.astype(jnp.int32)))
-    form, dtype = _form_of(form, x, *w.values.shape[1:]), dtype or x.values.dtype
+    form, dtype = _form_of(form, x, w.values), dtype or x.values.dtype
     if form == "triton":
         return rows_by_group([x.values], [w.values], sizes_E, transposed=transposed, dtype=dtype)
     product = _dot_in_blocks if form == "blocks" else ragged_dot
@@ -73,7 +73,7 @@ def grouped_sums(
     [[[1.0]], [[2.0]]]
     """
     arrays = vary_alike((x_NI, y_NO, sizes_E.astype(jnp.int32), others_EIO))
-    form = _form_of(form, Operand(x_NI, None), x_NI.shape[1], y_NO.shape[1])
+    form = _form_of(form, Operand(x_NI, None), y_NO)
     sums = {"blocks": _sums_in_blocks, "ragged_dot": ragged_sums, "triton": sums_by_group}[form]
     return sums(*arrays).astype(x_NI.dtype)
 
@@ -105,17 +105,20 @@ def _is_of_group(sizes_E: Array, rows: int) -> Array:
     return (row >= (ends_E - sizes_E)[None]) & (row < ends_E[None])
 
 
-def _form_of(form: str | None, x: Operand, *widths: int) -> str:
-    """This form, or the fastest one for rows and matrices of these dims on the platform for which they are traced."""
+def _form_of(form: str | None, x: Operand, other: Array) -> str:
+    """This form, or the fastest one for rows and the other factor on the platform for which they are traced."""
     if form is not None and form not in FORMS:
         raise ValueError(f"form={form!r} is none of {', '.join(FORMS)}")
-    if form == "triton" and x.unit is not None:
-        raise ValueError(f"form='triton' multiplies no operands in {x.values.dtype.name}; use 'blocks'")
+    if form == "triton" and (x.unit is not None or x.values.dtype != other.dtype):
+        dtypes = f"{x.values.dtype.name} times {other.dtype.name}"
+        raise ValueError(
+            f"form='triton' does not multiply {dtypes}: both must be of one dtype, no 8-bit one; use 'blocks'"
+        )
     if form is not None:
         return form
     if platform_planned() in ("tpu", ""):
         return "ragged_dot"
-    return "triton" if fits_triton(x, *widths) else "blocks"
+    return "triton" if fits_triton(x, other) else "blocks"
 
 
 def rows_of_block(rows: int, groups: int) -> int:

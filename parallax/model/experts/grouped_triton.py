@@ -24,7 +24,7 @@ from parallax.model.experts.grouped_kernel import GROUPED_SCOPE, gated
 from parallax.model.experts.rows import blocks_of_groups
 from parallax.model.kernels.cudnn import BEFORE_AMPERE
 from parallax.model.kernels.pallas import unchecked
-from parallax.model.mlp import SWIGLU, Activation
+from parallax.model.mlp import ACTIVATIONS, SWIGLU, Activation
 from parallax.model.products import Operand
 from parallax.sharding.platform import device_kind_planned, platform_planned, platform_traced
 
@@ -33,6 +33,8 @@ WHOLE_READ = 16  # of which dims are multiples: then rows are read 16 bytes at o
 TILE_ROWS, TILE_COLUMNS, TILE_INNER, LEAST_OF_TILE = 128, 256, 64, 16
 # Chips on which a core's shared memory has no room for three reads of such a tile's factors have half of its columns.
 SHARED_KIB = 160
+# Activations that Pallas lowers to Triton: it has no error function, which "gelu" needs.
+IN_TILES = {*ACTIVATIONS, "clamped"} - {"gelu"}
 WARPS, STAGES = 8, 3  # Hopper multiplies 64 rows by four warps
 BAND = 8  # tiles of rows that run beside all tiles of columns, so that both are read from the cache
 
@@ -70,10 +72,13 @@ def _side(width: int, most: int) -> int:
     return min(most, max(LEAST_OF_TILE, pl.next_power_of_2(width)))
 
 
-def fits_triton(x: Operand, *widths: int) -> bool:
-    """Whether these kernels multiply the rows fast, with matrices of these dims: the program is traced or planned for
-    GPUs with bfloat16, the rows are in 16 bits, and dims are multiples of 16."""
-    is_fit = x.unit is None and x.values.dtype.itemsize == 2 and all(width % WHOLE_READ == 0 for width in widths)
+def fits_triton(x: Operand, other: Array) -> bool:
+    """Whether these kernels multiply the rows fast with the other factor, matrices or rows: the program is traced or
+    planned for GPUs with bfloat16, both are of one dtype of 16 bits, and dims but that of rows are multiples of 16."""
+    dtype = x.values.dtype
+    is_fit = x.unit is None and dtype.itemsize == 2 and dtype == other.dtype
+    widths = (x.values.shape[1], *(other.shape[1:]))
+    is_fit = is_fit and all(width % WHOLE_READ == 0 for width in widths)
     return platform_planned() == "gpu" and is_fit and not any(name in device_kind_planned() for name in BEFORE_AMPERE)
 
 
