@@ -21,7 +21,7 @@ from parallax.model.experts import experts as experts_module
 from parallax.model.experts import grouped_kernel, grouped_triton
 from parallax.model.experts.experts import ExpertKernels, HeldExperts
 from parallax.model.experts.grouped import FORMS, grouped_dot, grouped_sums, rows_of_block
-from parallax.model.experts.grouped_kernel import block_of, vmem_bytes, width_of_block
+from parallax.model.experts.grouped_kernel import block_that_fits, vmem_bytes, width_of_block
 from parallax.model.products import Operand
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -293,7 +293,7 @@ def test_blocks_of_the_kernels_of_jax_fit_16_mib(sums_rows, is_added, entry_byte
     """The VMEM of one operation on v5e, unless an option says otherwise, at half the widest block or more."""
     widths = (2048, 4096), (4096, 2048), (2048, 1408), (7168, 2048), (2880, 2880), (2048, 704), (64, 48)
     for rows, sides in itertools.product((128, 10240, 16384), widths):
-        size, *block = block_of(rows, sides, entry_bytes, sums_rows=sums_rows, is_added=is_added)
+        size, *block = block_that_fits(rows, sides, entry_bytes, sums_rows=sums_rows, is_added=is_added)
         left, right = block
         arrays = [(size, left), (size, right) if sums_rows else (left, right)]
         arrays += (1 + is_added) * [(left, right) if sums_rows else (size, right)]

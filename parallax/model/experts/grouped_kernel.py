@@ -237,7 +237,7 @@ def _split(refs: Sequence[Any], counts: Iterable[int]) -> list[Sequence[Any]]:
 def _by_group(
     kernel: Callable, x: Array, other: Array, sizes_E: Array, *added: Array, widths: tuple[int, int], **options: Any
 ) -> Array:
-    tiling = block_of(len(x), widths, x.dtype.itemsize, sums_rows=kernel is tgmm, is_added=bool(added))
+    tiling = block_that_fits(len(x), widths, x.dtype.itemsize, sums_rows=kernel is tgmm, is_added=bool(added))
 
     def run(x: Array, other: Array, sizes_E: Array, *added: Array) -> Array:
         left, more = (x.T if kernel is tgmm else x), dict(zip(["existing_out"], added))
@@ -247,16 +247,16 @@ def _by_group(
         return unchecked(run, x, other, sizes_E, *added)
 
 
-def block_of(
+def block_that_fits(
     rows: int, widths: tuple[int, int], entry_bytes: int, *, sums_rows: bool = False, is_added: bool = False
 ) -> tuple[int, int, int]:
     """Rows, and width of either side, of the block that a kernel of JAX computes at once: of those that fit a core's
     VMEM the widest, and of these the one of most rows. A narrower one reads its factors more often; fewer rows cost no
     traffic.
 
-    >>> block_of(16384, (2048, 4096), 2, sums_rows=True)
+    >>> block_that_fits(16384, (2048, 4096), 2, sums_rows=True)
     (512, 1024, 1024)
-    >>> block_of(16384, (2048, 4096), 2, sums_rows=True, is_added=True)
+    >>> block_that_fits(16384, (2048, 4096), 2, sums_rows=True, is_added=True)
     (256, 1024, 1024)
     """
     widest = [WIDEST_BLOCK >> halvings for halvings in range((WIDEST_BLOCK // LANES).bit_length())]
