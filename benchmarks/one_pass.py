@@ -67,8 +67,7 @@ def compiled(args: Any) -> tuple[Any, int]:
     import parallax as px
     from parallax.analysis.compiled.program import read_step
     from parallax.model.batch import BATCH_ARRAYS
-    from parallax.sharding.compiler import compiler_options
-    from parallax.step.step import step_of
+    from parallax.step.step import options_of, step_of
 
     devices, config = absent_devices(args.topology), config_of("base")
     config.mesh.update(pp=args.pp, dp=1, ep=args.ep, tp=1, simulate=0)
@@ -87,7 +86,7 @@ def compiled(args: Any) -> tuple[Any, int]:
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), model.shapes, model.shardings
     )
     lowered = jax.jit(model.loss_and_grad).lower(shapes, dict.fromkeys(BATCH_ARRAYS, rows))
-    program = lowered.compile(compiler_options=compiler_options(model.mesh) | options)
+    program = lowered.compile(compiler_options=options_of(model) | options)
     return read_step(program, model, seq=args.seq), args.layers // model.schedule.stages
 
 

@@ -22,6 +22,8 @@ def main() -> None:
         said, heard = compiler.OPTIONS.get(name, {}), io.StringIO()
         with contextlib.redirect_stderr(heard):
             assert compiler.compiler_options(mesh) == said and not heard.getvalue(), heard.getvalue()
+            of_mixtures = said | compiler.OF_MIXTURES.get(name, {})
+            assert compiler.compiler_options(mesh, has_mixtures=True) == of_mixtures and not heard.getvalue()
             compiler.OPTIONS[name] = {"xla_tpu_no_such_option": True} | said
             assert compiler.compiler_options(mesh) == said
         (line,) = heard.getvalue().splitlines()

@@ -27,10 +27,9 @@ from parallax.errors import ConfigError, ParallaxError, tell
 from parallax.hardware.devices import most_memory
 from parallax.pipeline import ShardedModel
 from parallax.processes.job import connect_devices, is_first, set_phase, several
-from parallax.sharding.compiler import compiler_options
 from parallax.sharding.mesh import make_mesh
 from parallax.step.resolve import Devices, resolve
-from parallax.step.step import TrainState, TrainStep, model_of, step_of
+from parallax.step.step import TrainState, TrainStep, model_of, options_of, step_of
 
 WARM_UP = 2  # steps that are excluded from times
 LARGEST_ID = 251  # of tokens that count up and start again, which a model learns in a few steps
@@ -145,7 +144,7 @@ def read_program(run: MeasuredSteps, model: ShardedModel, program: Any) -> None:
         run.figures[STEP_TIME, "compiled"] = made.time.total_secs if made.time else math.nan
     except Exception as error:  # the program still runs
         run.note(f"the compiled program cannot be read: {type(error).__name__}: {error}")
-    run.note(f"compiler options of Parallax: {compiler_options(model.mesh, run.settings.model.matmul) or 'none'}")
+    run.note(f"compiler options of Parallax: {options_of(model) or 'none'}")
 
 
 def take_steps(run: MeasuredSteps, program: Any, state: TrainState, batch: Mapping[str, Any]) -> None:

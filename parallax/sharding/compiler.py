@@ -55,6 +55,10 @@ OPTIONS = {
     "TPU v6e": RAGGED_DOT,
     "TPU v7x": EXCHANGE | SPARSE_CORES | VMEM,
 }
+# In addition, of models with experts. On v5e a gather goes on beside what XLA fuses it with, products by default. The
+# products of experts are kernels, which it cannot fuse, and their gathers waited; with this option it fuses passes over
+# memory, too. Dense models, whose gathers have products, were measured without it.
+OF_MIXTURES = {"TPU v5e": {"xla_tpu_enable_async_collective_fusion_fuse_kloop_fusions": True}}
 
 # For GPUs that are not present: a custom call whose target this process lacks is compiled as a call that does nothing.
 ABSENT = {"xla_gpu_mock_custom_calls": True}
@@ -67,9 +71,9 @@ FLOAT8_ON_GPU = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_dot_merger_thresh
 Said = tuple[tuple[str, bool | int], ...]
 
 
-def compiler_options(mesh: Mesh, matmul: str = "compute") -> dict[str, bool | int]:
-    """Compiler options for this mesh, and for products in this form, as ModelConfig has it; empty for chips that were
-    not measured.
+def compiler_options(mesh: Mesh, matmul: str = "compute", *, has_mixtures: bool = False) -> dict[str, bool | int]:
+    """Compiler options for this mesh, for products in this form and for layers with experts, as ModelConfig has both;
+    empty for chips that were not measured.
 
     TPU options that the installed compiler does not accept are left out; a line on stderr says so once.
     """
@@ -81,7 +85,9 @@ def compiler_options(mesh: Mesh, matmul: str = "compute") -> dict[str, bool | in
         name = chip(mesh.devices.flat[0].device_kind).name
     except ConfigError:
         return {}
-    return dict(_taken(name, mesh, tuple(OPTIONS.get(name, {}).items())))
+    options = OPTIONS.get(name, {})
+    more = OF_MIXTURES.get(name, {}) if options and has_mixtures else {}
+    return dict(_taken(name, mesh, tuple((options | more).items())))
 
 
 @functools.cache

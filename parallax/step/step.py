@@ -125,7 +125,7 @@ def with_first_scales(model: ShardedModel, params: Any, batch: dict[str, Array],
         # If all values in the batch were 0, as gradients may be, any scale is suitable.
         return {name: latest_amax(statistics[name], jnp.ones_like(statistics[name])) for name in out}
 
-    jitted = jax.jit(measured, out_shardings=out, compiler_options=compiler_options(model.mesh, model.config.matmul))
+    jitted = jax.jit(measured, out_shardings=out, compiler_options=options_of(model))
     leaves = named_leaves(params) | jitted(params, batch)
     return jax.tree.unflatten(jax.tree.structure(params), leaves.values())
 
@@ -168,7 +168,7 @@ class TrainStep:
             self.train_step,
             donate_argnums=0,
             out_shardings=(self.shardings, whole),
-            compiler_options=compiler_options(model.mesh, model.config.matmul),
+            compiler_options=options_of(model),
         )
 
     def __call__(self, state: TrainState, batch: dict[str, Array]) -> tuple[TrainState, dict[str, Array]]:
@@ -315,9 +315,14 @@ def first_positions(seq: int) -> list[int]:
     return [0, *(1 << power for power in range((seq - 1).bit_length()))]
 
 
+def options_of(model: ShardedModel) -> dict[str, bool | int]:
+    """Compiler options for programs of this model on its mesh."""
+    return compiler_options(model.mesh, model.config.matmul, has_mixtures=model.config.has_mixtures)
+
+
 def _jitted_on(model: ShardedModel, function: Callable) -> Callable:
     """A function of parameters and a batch, jitted; the batch is checked before."""
-    jitted = jax.jit(function, compiler_options=compiler_options(model.mesh, model.config.matmul))
+    jitted = jax.jit(function, compiler_options=options_of(model))
     return in_32_bits()(lambda params, batch: jitted(params, model.checked(batch)))
 
 

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import operator
 import os
 import pathlib
 import subprocess
@@ -20,6 +21,7 @@ from parallax.model.experts import experts as experts_module
 from parallax.model.experts import grouped_kernel, grouped_triton
 from parallax.model.experts.experts import ExpertKernels, HeldExperts
 from parallax.model.experts.grouped import FORMS, grouped_dot, grouped_sums, rows_of_block
+from parallax.model.experts.grouped_kernel import block_that_fits, vmem_bytes, width_of_block
 from parallax.model.mlp import ACTIVATIONS, Activation
 from parallax.model.products import Operand
 
@@ -137,9 +139,9 @@ def test_kernels_for_triton_refuse_factors_of_two_dtypes_which_gpus_multiply_in_
     x, w, dy = (jnp.zeros(array.shape) for array in arrays())
     with pytest.raises(ValueError, match="does not multiply bfloat16 times float32: both must be of one dtype"):
         grouped_dot(x.astype(jnp.bfloat16), w, jnp.array(SIZES["even"]), form="triton")
+    rows = Operand(jnp.zeros((32, 16), jnp.bfloat16), None)
+    wide = [jnp.zeros((4, 16, 16), dtype) for dtype in (jnp.bfloat16, jnp.float32)]
     with jax.sharding.use_abstract_mesh(h100()):
-        rows = Operand(jnp.zeros((32, 16), jnp.bfloat16), None)
-        wide = [jnp.zeros((4, 16, 16), dtype) for dtype in (jnp.bfloat16, jnp.float32)]
         assert [grouped_triton.fits_triton(rows, matrices) for matrices in wide] == [True, False]
 
 
@@ -158,8 +160,9 @@ def test_experts_and_their_gradients_are_lowered_for_gpus_with_every_activation(
 
     held = HeldExperts(*(kernels(*widths) for widths in 2 * [(d_model, d_expert)] + [(d_expert, d_model)]))
     ids, x = jnp.zeros((tokens, chosen), jnp.int32), jnp.zeros((1, tokens, d_model), jnp.bfloat16)
+    weights = jnp.zeros(ids.shape)
     with jax.sharding.use_abstract_mesh(h100()):
-        traced = jax.jit(jax.grad(total, (0, 1, 2))).trace(x, jnp.zeros(ids.shape), held, ids)
+        traced = jax.jit(jax.grad(total, (0, 1, 2))).trace(x, weights, held, ids)
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert ("gmm_gated" in text) == (name in grouped_triton.IN_TILES) and "gmm_rows" in text and "gmm_sums" in text
 
@@ -291,6 +294,81 @@ def test_operands_in_8_bits_are_one_kernel_on_tpu(topology, operand, gradient):
     for line in done.stdout.splitlines():
         kernels, temporaries = map(int, line.split())
         assert kernels == 1 and temporaries < rows_by_all
+
+
+# (sums rows, adds, bytes of an entry, block): MiB on a core, in the compiler's own words (libtpu 0.0.42.1, for v5e).
+TAKEN = {
+    (True, False, 2, (512, 1024, 1024)): 13.02,
+    (True, True, 2, (512, 1024, 1024)): 17.02,
+    (True, True, 2, (512, 1024, 512)): 9.97,
+    (True, True, 2, (512, 512, 1024)): 9.54,
+    (True, True, 2, (512, 768, 640)): 9.16,
+    (True, True, 2, (128, 1024, 1024)): 13.14,
+    (True, False, 4, (512, 1024, 1024)): 21.12,
+    (True, True, 4, (512, 1024, 1024)): 29.12,
+    (True, True, 4, (512, 1024, 512)): 17.12,
+    (True, True, 4, (128, 512, 1024)): 11.51,
+    (False, False, 2, (512, 1024, 1024)): 11.09,
+    (False, False, 2, (512, 512, 1024)): 7.34,
+    (False, False, 2, (512, 768, 640)): 6.79,
+    (False, False, 2, (128, 1024, 1024)): 5.65,
+    (False, False, 4, (512, 1024, 1024)): 18.07,
+    (False, False, 4, (512, 768, 640)): 10.82,
+}
+
+
+@pytest.mark.parametrize("of", TAKEN, ids=str)
+def test_a_block_takes_no_more_memory_than_is_counted_for_it(of):
+    """And not much less: what is counted beside the block's arrays is part of a factor."""
+    sums_rows, is_added, entry_bytes, block = of
+    counted = vmem_bytes(*block, entry_bytes, sums_rows=sums_rows, is_added=is_added) / 2**20
+    assert TAKEN[of] <= counted <= 1.25 * TAKEN[of]
+
+
+@pytest.mark.parametrize("entry_bytes", [2, 4], ids=["bfloat16", "float32"])
+@pytest.mark.parametrize(("sums_rows", "is_added"), [(False, False), (True, False), (True, True)])
+def test_blocks_of_the_kernels_of_jax_fit_16_mib(sums_rows, is_added, entry_bytes):
+    """The VMEM of one operation on v5e, unless an option says otherwise, at half the widest block or more."""
+    widths = (2048, 4096), (4096, 2048), (2048, 1408), (7168, 2048), (2880, 2880), (2048, 704), (64, 48)
+    for rows, sides in itertools.product((128, 10240, 16384), widths):
+        size, *block = block_that_fits(rows, sides, entry_bytes, sums_rows=sums_rows, is_added=is_added)
+        left, right = block
+        arrays = [(size, left), (size, right) if sums_rows else (left, right)]
+        arrays += (1 + is_added) * [(left, right) if sums_rows else (size, right)]
+        twice = 2 * entry_bytes * sum(itertools.starmap(operator.mul, arrays))
+        sums = 4 * operator.mul(*arrays[-1])
+        assert twice + sums + size * left * 4 <= 16 * 2**20, (rows, sides, size, block)
+        widest = [width_of_block(side, 1024) for side in sides]
+        assert rows % size == 0 and 2 * left * right >= operator.mul(*widest), (rows, sides, block)
+
+
+SUMS = r"""
+import sys
+import jax
+from jax.experimental import topologies
+from parallax.model.experts.grouped_kernel import transposed_by_group, weights_by_group
+
+devices = topologies.get_topology_desc(platform="tpu", topology_name=sys.argv[1]).devices
+device = jax.sharding.SingleDeviceSharding(devices[0])
+array = lambda *shape, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=device)
+sizes = array(4, dtype="int32")
+for dtype in ("bfloat16", "float32"):
+    x, y = array(2048, 2048, dtype=dtype), array(2048, 4096, dtype=dtype)
+    w = array(4, 2048, 4096, dtype=dtype)
+    for function, args in ((weights_by_group, (x, y, sizes, w)), (transposed_by_group, (y, w, sizes))):
+        print("tpu_custom_call" in jax.jit(function).lower(*args).compile().as_text())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("libtpu") is None, reason="the TPU compiler is not installed")
+def test_sums_are_added_to_others_in_the_memory_of_a_v5e():
+    """Experts of 2048 x 4096, in both dtypes: 17.02 MiB in blocks of 512 rows and 1024 entries of bfloat16, of 16."""
+    tpu = {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+    env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"} | tpu
+    done = subprocess.run([sys.executable, "-c", SUMS, "v5e:2x2"], env=env, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == 4 * ["True"]
 
 
 GATED = r"""

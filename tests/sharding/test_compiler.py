@@ -50,6 +50,18 @@ def test_an_operation_may_fill_64_mib_of_vmem_where_products_are_faster_with_it(
     assert compiler_options(mesh_on((1, 16, 1), (4, 4, 1), kind))["xla_tpu_scoped_vmem_limit_kib"] == 64 * 1024
 
 
+def test_models_with_experts_are_told_more_where_other_options_are(refusing, monkeypatch):
+    """On v5e: their gathers are fused with passes over memory, too, since their products are kernels."""
+    refusing(lambda options: "")
+    meshes = {kind: mesh_on((1, 16, 1), (4, 4, 1), kind) for kind in ("TPU v5 lite", "TPU v5p", "TPU v6 lite")}
+    more = {kind: compiler_options(mesh, has_mixtures=True).items() for kind, mesh in meshes.items()}
+    added = {kind: dict(more[kind] - compiler_options(mesh).items()) for kind, mesh in meshes.items()}
+    fused = {"xla_tpu_enable_async_collective_fusion_fuse_kloop_fusions": True}
+    assert added == {"TPU v5 lite": fused, "TPU v5p": {}, "TPU v6 lite": {}}
+    monkeypatch.setattr(compiler, "OPTIONS", {})
+    assert not compiler_options(meshes["TPU v5 lite"], has_mixtures=True)
+
+
 def test_slots_are_carried_from_tick_to_tick_where_each_tick_would_clear_them():
     assert clears_what_is_overwritten(ChipMesh(np.array([Chip("gpu", "NVIDIA H100")], object)))
     assert not clears_what_is_overwritten(mesh_on((1, 1, 1), (1,)))
@@ -72,7 +84,7 @@ def test_products_in_float8_on_gpus_are_neither_for_triton_nor_merged(absent, mo
 
 def test_gathers_are_fused_into_compute_on_v5e_alone():
     """The compiler's own words: elsewhere it "might lead to … incorrect results, hang, SDC"."""
-    for chip, options in compiler.OPTIONS.items():
+    for chip, options in itertools.chain(compiler.OPTIONS.items(), compiler.OF_MIXTURES.items()):
         fused = {name for name, value in options.items() if "async_collective_fusion" in name and value}
         assert chip == "TPU v5e" or not fused, (chip, fused)
 

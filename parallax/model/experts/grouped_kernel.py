@@ -9,6 +9,7 @@ up * weight, and the sum of a row's gradients from gate and up. Otherwise each i
 silu(gate) * up * weight is left to XLA, which reads gate and up where they are kept; for a kernel it would copy them.
 """
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -28,6 +29,7 @@ from parallax.sharding.platform import platform_traced
 GROUPED_SCOPE = "by_group"  # the kernels' scope in traced programs
 BLOCK_ROWS = (512, 256, LANES)  # possible rows of a block
 WIDEST_BLOCK = 1024  # entries of a block of either factor
+DEFAULT_VMEM_BYTES = 16 * 2**20  # that a kernel of JAX may fill: the compiler's default for v5e, the smallest
 VMEM_BYTES = 48 * 2**20  # that a kernel for gated experts may fill: three quarters of the VMEM of v7x, the smallest
 
 
@@ -138,7 +140,8 @@ def _fused(
     """Results of `end`, [N, O], on blocks of the sum of products in float32 and on the same rows of `others`, [N, 1] or
     [N, O], or the rows of their group, [E, 1, O]. Each matrix is multiplied with its own left side."""
     (rows, inner), outer = lefts[0].shape, matrices[0].shape[1 if transposed else 2]
-    size, block, width = _rows_of_block(rows), width_of_block(inner), width_of_block(outer)
+    size = _rows_of_block(rows)
+    block, width = (width_of_block(dim, WIDEST_BLOCK) for dim in (inner, outer))
     blocks = -(-inner // block)
 
     def run(sizes_E: Array, *arrays: Array) -> Sequence[Array]:
@@ -232,9 +235,9 @@ def _split(refs: Sequence[Any], counts: Iterable[int]) -> list[Sequence[Any]]:
 
 
 def _by_group(
-    kernel: Callable, x: Array, other: Array, sizes_E: Array, *added: Array, widths: Iterable[int], **options: Any
+    kernel: Callable, x: Array, other: Array, sizes_E: Array, *added: Array, widths: tuple[int, int], **options: Any
 ) -> Array:
-    tiling = _rows_of_block(len(x)), *map(width_of_block, widths)
+    tiling = block_that_fits(len(x), widths, x.dtype.itemsize, sums_rows=kernel is tgmm, is_added=bool(added))
 
     def run(x: Array, other: Array, sizes_E: Array, *added: Array) -> Array:
         left, more = (x.T if kernel is tgmm else x), dict(zip(["existing_out"], added))
@@ -244,15 +247,49 @@ def _by_group(
         return unchecked(run, x, other, sizes_E, *added)
 
 
+def block_that_fits(
+    rows: int, widths: tuple[int, int], entry_bytes: int, *, sums_rows: bool = False, is_added: bool = False
+) -> tuple[int, int, int]:
+    """Rows, and width of either side, of the block that a kernel of JAX computes at once: of those that fit a core's
+    VMEM the widest, and of these the one of most rows. A narrower one reads its factors more often; fewer rows cost no
+    traffic.
+
+    >>> block_that_fits(16384, (2048, 4096), 2, sums_rows=True)
+    (512, 1024, 1024)
+    >>> block_that_fits(16384, (2048, 4096), 2, sums_rows=True, is_added=True)
+    (256, 1024, 1024)
+    """
+    widest = [WIDEST_BLOCK >> halvings for halvings in range((WIDEST_BLOCK // LANES).bit_length())]
+    sides = [sorted({width_of_block(width, most) for most in widest}) for width in widths]
+    blocks = itertools.product([size for size in BLOCK_ROWS if rows % size == 0], *sides)
+    fitting = (
+        block
+        for block in blocks
+        if vmem_bytes(*block, entry_bytes, sums_rows=sums_rows, is_added=is_added) <= DEFAULT_VMEM_BYTES
+    )
+    return max(fitting, key=lambda block: (block[1] * block[2], block[0]))
+
+
+def vmem_bytes(rows: int, left: int, right: int, entry_bytes: int, *, sums_rows: bool, is_added: bool) -> int:
+    """Bytes of VMEM that a kernel of JAX takes for a block, whose product is [rows, right] or, if it sums over rows,
+    [left, right]. It has two of each factor, of the result and of what is added to it, since one is copied while
+    another is computed with, and the sums in float32. For a transposed or masked factor the compiler takes at most
+    that of the left side in float32.
+    """
+    factors, result = (rows * (left + right), left * right) if sums_rows else ((rows + right) * left, rows * right)
+    return 2 * entry_bytes * (factors + result * (1 + is_added)) + 4 * (result + rows * left)
+
+
 def _rows_of_block(rows: int) -> int:
     return next(size for size in BLOCK_ROWS if rows % size == 0)
 
 
-def width_of_block(width: int) -> int:
-    """Width of a block for a dim of this width: among those with the least padding of the last block, the largest.
+def width_of_block(width: int, widest: int) -> int:
+    """Width of a block, at most the widest, for a dim of this width: among those with the least padding of the last
+    block, the largest.
 
-    >>> [width_of_block(width) for width in (4096, 1408, 704, 64)]
+    >>> [width_of_block(width, 1024) for width in (4096, 1408, 704, 64)]
     [1024, 768, 768, 128]
     """
-    sizes = range(min(WIDEST_BLOCK, -(-width // LANES) * LANES), 0, -LANES)
-    return min((size for size in sizes if 2 * size > WIDEST_BLOCK or size >= width), key=lambda size: -width % size)
+    sizes = range(min(widest, -(-width // LANES) * LANES), 0, -LANES)
+    return min((size for size in sizes if 2 * size > widest or size >= width), key=lambda size: -width % size)
