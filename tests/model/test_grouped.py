@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
 from support.traced_equations import equations
 
 from parallax.analysis.traced.trace import abstract_mesh
@@ -56,9 +57,10 @@ def plain(x, w, dy, sizes):
     return y, dx, dw
 
 
-def h100():
-    device = jax.sharding.AbstractDevice("NVIDIA H100 80GB HBM3", None, "gpu")
-    return jax.sharding.AbstractMesh((1,), ("dp",), abstract_device=device)
+def alone_on(kind="NVIDIA H100 80GB HBM3"):
+    """A mesh of one device of this kind, which is not here."""
+    device = jax.sharding.AbstractDevice(kind, None, "tpu" if "TPU" in kind else "gpu")
+    return jax.sharding.AbstractMesh((1,), ("dp",), axis_types=(AxisType.Auto,), abstract_device=device)
 
 
 @functools.partial(jax.jit, static_argnums=4)
@@ -141,7 +143,7 @@ def test_kernels_for_triton_refuse_factors_of_two_dtypes_which_gpus_multiply_in_
         grouped_dot(x.astype(jnp.bfloat16), w, jnp.array(SIZES["even"]), form="triton")
     rows = Operand(jnp.zeros((32, 16), jnp.bfloat16), None)
     wide = [jnp.zeros((4, 16, 16), dtype) for dtype in (jnp.bfloat16, jnp.float32)]
-    with jax.sharding.use_abstract_mesh(h100()):
+    with jax.sharding.use_abstract_mesh(alone_on()):
         assert [grouped_triton.fits_triton(rows, matrices) for matrices in wide] == [True, False]
 
 
@@ -161,7 +163,7 @@ def test_experts_and_their_gradients_are_lowered_for_gpus_with_every_activation(
     held = HeldExperts(*(kernels(*widths) for widths in 2 * [(d_model, d_expert)] + [(d_expert, d_model)]))
     ids, x = jnp.zeros((tokens, chosen), jnp.int32), jnp.zeros((1, tokens, d_model), jnp.bfloat16)
     weights = jnp.zeros(ids.shape)
-    with jax.sharding.use_abstract_mesh(h100()):
+    with jax.sharding.use_abstract_mesh(alone_on()):
         traced = jax.jit(jax.grad(total, (0, 1, 2))).trace(x, weights, held, ids)
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert ("gmm_gated" in text) == (name in grouped_triton.IN_TILES) and "gmm_rows" in text and "gmm_sums" in text
@@ -187,8 +189,7 @@ def test_an_unknown_form_is_refused():
 )
 def test_gpus_have_kernels_for_rows_that_they_read_in_whole(dtype, width, kind, form):
     x, w = (jax.ShapeDtypeStruct(shape, dtype) for shape in ((256, 64), (4, 64, width)))
-    device = jax.sharding.AbstractDevice(kind, None, "tpu" if "TPU" in kind else "gpu")
-    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((1,), ("dp",), abstract_device=device)):
+    with jax.sharding.use_abstract_mesh(alone_on(kind)):
         assert form in str(jax.make_jaxpr(grouped_dot)(x, w, jax.ShapeDtypeStruct((4,), "int32")))
 
 
