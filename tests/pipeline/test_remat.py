@@ -154,11 +154,14 @@ def test_where_xla_relays_what_is_read_slots_are_read_in_rows(mesh, remat, in_ro
 
 
 @pytest.mark.fast(1)
-def test_where_ticks_carry_slots_they_are_written_in_rows_and_inputs_read_in_rows(monkeypatch):
-    """Else it copies all slots whose layout is that of the product that writes them."""
+def test_in_stages_of_one_layer_slots_are_written_in_rows_and_inputs_read_in_rows(monkeypatch):
+    """Else XLA copies all slots that are written in the layout of a product: 606 of 1620 ms in stages of one layer of
+    llama_1b_16 on v5e."""
     monkeypatch.setattr(loss_and_grads, "relays_what_is_read", lambda mesh: True)
-    of_a_tick, carried = (lowered("norm swiglu", mesh).count("@LayoutConstraint") for mesh in [(1, 1, 1), (2, 1, 1)])
-    assert carried == 2 * of_a_tick + 1 > 1
+    meshes = [(1, 1, 1), (2, 1, 1), (MODEL["layers"], 1, 1)]
+    of_a_tick, in_loop, one_layer = (lowered("norm swiglu", mesh).count("@LayoutConstraint") for mesh in meshes)
+    assert of_a_tick == in_loop > 0
+    assert one_layer == 2 * of_a_tick + 1
 
 
 # ---- what is made again
