@@ -18,7 +18,8 @@ def main() -> None:
         if not chip.torus_dims:
             continue
         topology = read_topology(f"{name.split()[1]}:{ONE_HOST[chip.torus_dims]}")
-        mesh = make_mesh(MeshConfig(pp=1, dp=4, tp=1, simulate=0), devices_of(topology))
+        devices = devices_of(topology)  # a chip of v7x has two
+        mesh = make_mesh(MeshConfig(pp=1, dp=len(devices), tp=1, simulate=0), devices)
         said, heard = compiler.OPTIONS.get(name, {}), io.StringIO()
         with contextlib.redirect_stderr(heard):
             assert compiler.compiler_options(mesh) == said and not heard.getvalue(), heard.getvalue()

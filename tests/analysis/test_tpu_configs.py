@@ -26,8 +26,10 @@ needs_compiler = pytest.mark.skipif(find_spec("libtpu") is None, reason="needs t
 
 
 def run_beside(script: str, *arguments: str) -> str:
-    """What a script of the tests prints, in a process of its own: libtpu says which chips a process is for."""
+    """What a script of the tests prints, in a process of its own: libtpu says which chips a process is for. JAX's cache
+    of programs cannot read those for chips that are not there, and says so."""
     nobody_asked = dict(TPU_SKIP_MDS_QUERY="1", ALLOW_MULTIPLE_LIBTPU_LOAD="1", PYTHONPATH=str(ROOT))
+    nobody_asked |= dict(JAX_ENABLE_COMPILATION_CACHE="false")
     command = [sys.executable, ROOT / "tests" / script, *arguments]
     done = subprocess.run(command, env={**os.environ, **nobody_asked}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
