@@ -104,7 +104,7 @@ def prices(name: str, topology: Any, meshes: int) -> Iterator[tuple[float, Any, 
     from parallax.errors import ParallaxError
 
     usable, forms, of_mesh = topology.chip.usable_bytes, {}, defaultdict(list)
-    for replicas in replicas_on(topology):
+    for replicas in replicas_on(topology, config_of(name).model.d_model):
         settings = settings_on(name, topology, replicas)
         tried = list(layouts(settings, topology))
         models = ((choice.applied(settings), build_if_legal(choice.applied(settings), topology)) for choice in tried)
@@ -130,10 +130,12 @@ def prices(name: str, topology: Any, meshes: int) -> Iterator[tuple[float, Any, 
             return
 
 
-def replicas_on(topology: Any) -> list[int]:
-    """Numbers of replicas: one in each slice, or stages in several; on GPUs one, or one for each GROUP."""
-    other = topology.slices if topology.is_tpu else topology.devices // GROUP
-    return [1, other] if other > 1 else [1]
+def replicas_on(topology: Any, d_model: int) -> list[int]:
+    """Numbers of replicas: one in each slice, or stages in several; on GPUs one, or one for each GROUP. Also as many as
+    leave each the most ranks over which FSDP can shard d_model, if they are a power of two."""
+    most = d_model & -d_model
+    others = [topology.slices if topology.is_tpu else topology.devices // GROUP, topology.devices // most]
+    return sorted({1, *filter(None, others)})
 
 
 def layouts(settings: Any, topology: Any) -> Iterator[Any]:
