@@ -7,7 +7,7 @@ Command:  python train.py --config=configs/gpu_80gb_x8.py --config.data.path=FIL
 Hardware: eight NVIDIA GPUs of 80 GB, as A100 or H100; or 16 or 32 of them, on two or four machines.
 Memory:   37.1 GiB of 80 on each of eight, as planned (python -m parallax.plan --topology=H100:8), 38.6 as compiled; JAX
           reserves 60 by default. Half as many microbatches take 61.5 and, as compiled, 9 % more time.
-Time:     planned, not yet run: 10.6 s a step on eight H100 (MFU 53 %), 31.3 on eight A100 (57 %); as compiled with
+Time:     planned, not yet run: 11.7 s a step on eight H100 (MFU 49 %), 32.9 on eight A100 (55 %); as compiled with
           kernels at 70 % of peak 7.2 on H100, with them at peak 22.1 on A100. One H100 took as long as planned
           (configs/gpu_80gb.py). On 32 H100 with --config.pipeline.microbatches=4 2.2 s as compiled, in 28.5 GiB.
 Loss:     not yet run.

@@ -9,8 +9,8 @@ Command:  python train.py --config=configs/text_to_chat_x8.py --config.data.path
 Hardware: eight NVIDIA GPUs of 80 GB, as H100.
 Memory:   20.3 GiB of 80 on each, as planned (python -m parallax.plan --topology=H100:8); 33.8 with a depth of 26, 50.9
           of 32.
-Time:     planned, not yet run: 0.87 s a step on eight H100 (MFU 37 %), 2.4 hours in all; 2.09 s (41 %) and 9.6 hours
-          with a depth of 26, 5.13 s (44 %) and 29 hours of 32.
+Time:     planned, not yet run: 0.90 s a step on eight H100 (MFU 36 %), 2.5 hours in all; 2.15 s (39 %) and 9.9 hours
+          with a depth of 26, 5.29 s (43 %) and 30 hours of 32.
 Loss:     not yet run.
 """
 
