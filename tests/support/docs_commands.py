@@ -241,7 +241,7 @@ PARSED = {
             "attention.py",
             "overlap.py --config llama_1b_16 --topology v5e:4x4 --kernels 1",
             "overlap.py --config llama_1b_16 --topology v5e:4x4 --rows 16 17 --kernels 1",
-            "timeline.py --config llama_1b_16 --topology v5e:4x4 --rows 0 12 --names best worst --kernels 1 "
+            "timeline.py --config llama_1b_16 --topology v5e:4x4 --rows 0 11 --names best worst --kernels 1 "
             "--svg docs/performance.svg",
             "gspmd.py",
             "gspmd.py --layout tp --rows 0 1",
