@@ -19,6 +19,8 @@ from parallax.errors import ConfigError, nearest
 from parallax.hardware.nccl import NETWORK, NVLINK, PCIE, SIMPLE
 
 GIB = 2**30
+# Parts of the names of GPUs that multiply nothing in bfloat16.
+BEFORE_AMPERE = ("P40", "P100", "V100", "T4", "GTX", "TITAN", "Quadro", "RTX 20")
 # Share of its chip's peak that an attention or grouped kernel is taken to reach in a compiled step. Compilers estimate
 # no cycles for kernels, and none is measured to reach the peak.
 KERNEL_EFFICIENCY = 0.7

@@ -19,10 +19,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from parallax.errors import ConfigError
-from parallax.hardware.chips import chip
+from parallax.hardware.chips import BEFORE_AMPERE, chip
 from parallax.model.experts.grouped_kernel import GROUPED_SCOPE, gated
 from parallax.model.experts.rows import blocks_of_groups
-from parallax.model.kernels.cudnn import BEFORE_AMPERE
 from parallax.model.kernels.pallas import unchecked
 from parallax.model.mlp import ACTIVATIONS, SWIGLU, Activation
 from parallax.model.products import Operand
@@ -75,11 +74,11 @@ def _side(width: int, most: int) -> int:
 def fits_triton(x: Operand, other: Array) -> bool:
     """Whether these kernels multiply the rows fast with the other factor, matrices or rows: the program is traced or
     planned for GPUs with bfloat16, both are of one dtype of 16 bits, and dims but that of rows are multiples of 16."""
-    dtype = x.values.dtype
+    if platform_planned() != "gpu" or any(name in device_kind_planned() for name in BEFORE_AMPERE):
+        return False
+    dtype, widths = x.values.dtype, (x.values.shape[1], *other.shape[1:])
     is_fit = x.unit is None and dtype.itemsize == 2 and dtype == other.dtype
-    widths = (x.values.shape[1], *(other.shape[1:]))
-    is_fit = is_fit and all(width % WHOLE_READ == 0 for width in widths)
-    return platform_planned() == "gpu" and is_fit and not any(name in device_kind_planned() for name in BEFORE_AMPERE)
+    return is_fit and all(width % WHOLE_READ == 0 for width in widths)
 
 
 def rows_by_group(

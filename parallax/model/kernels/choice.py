@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from parallax.config.sections import AUTO
 from parallax.config.settings import Settings
 from parallax.errors import ConfigError
+from parallax.hardware.chips import BEFORE_AMPERE
 from parallax.model.checks import check_context, check_kernel_on, check_kernel_seq
-from parallax.model.kernels.cudnn import BEFORE_AMPERE, LONGEST_BIAS
+from parallax.model.kernels.cudnn import LONGEST_BIAS
 from parallax.model.kernels.platforms import FASTEST_KERNELS
 from parallax.sharding.activations import CONTEXT_AXIS
 

@@ -22,7 +22,6 @@ LONGEST_BIAS = 16_384  # tokens of a row for which "auto" is cuDNN: its mask of 
 # known for a GPU that is present; so GPUs with 9.0 or more are listed by name.
 WIDEST_HEAD, WIDEST_SINCE_HOPPER = 128, 256
 SINCE_HOPPER = ("H20", "H100", "H200", "H800", "B100", "B200", "B300", "GB10", "RTX 50", "Blackwell")
-BEFORE_AMPERE = ("P40", "P100", "V100", "T4", "GTX", "TITAN", "Quadro", "RTX 20")  # GPUs without this attention
 WINDOWS_SINCE = (9, 10, 2)  # cuDNN's version in which a call may have a bias and a window
 CUDNN_BLOCK = 128  # tokens on a side of a block of its forward kernel on H100, by the kernel's name
 
