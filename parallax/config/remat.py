@@ -5,9 +5,10 @@ from collections.abc import Iterable
 
 from parallax.errors import ConfigError, quoted, words_of
 
+NORM = "norm"
 # Activation names, which layers set with `checkpoint_name`, in the order of a layer, and the activations of each.
 REMAT_PARTS = {
-    "norm": "the normed inputs of attention and of the MLP",
+    NORM: "the normed inputs of attention and of the MLP",
     "latent": "with attention='mla', the down projections: latents, and the key part that all heads share",
     "qk": "with qk_norm, queries and keys before their norms",
     "q": "queries of the heads",
@@ -21,7 +22,7 @@ REMAT_PARTS = {
     "swiglu": "silu(gate) * up of the MLP, and of shared experts; of others what is between their products",
     "down": "with norms after the MLP, what they read: its down projection",
 }
-WITHOUT_PRODUCTS = ("norm", "qk", "router", "dispatch", "swiglu")
+WITHOUT_PRODUCTS = (NORM, "qk", "router", "dispatch", "swiglu")
 # Names for sets of parts.
 OF_HEADS = ("q", "kv")
 SETS = {"qkv": OF_HEADS, "elementwise": WITHOUT_PRODUCTS}

@@ -13,14 +13,14 @@ import jax
 from jax import Array
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
-from parallax.config.remat import LAYER_INPUT, saved_parts
+from parallax.config.remat import LAYER_INPUT, NORM, OF_HEADS, saved_parts
 from parallax.jaxprs import part
 from parallax.model.context import Context
 from parallax.model.lora import noise_of
-from parallax.pipeline.split_program import BackwardSplit, Selection, select, split_backward
+from parallax.pipeline.split_program import BackwardSplit, Selection, inlined, select, split_backward
 from parallax.sharding.collectives import as_varying
 from parallax.sharding.plan import ShardingPlan
-from parallax.sharding.slots import row_major
+from parallax.sharding.slots import heads_major, row_major
 
 Pools = dict[str, list[Array]]  # a layer's residuals
 
@@ -97,19 +97,27 @@ class SaveNamed(SaveAll):
 
     selection: Selection | None = None
     in_rows: bool = False  # whether saved activations are read in row-major memory layout
-    carried_in_rows: bool = False  # whether they are written so, too, and the input is read so
+    # Whether they are written so, too, and the input is read so. Those of heads are heads-major then.
+    carried_in_rows: bool = False
 
     def forward(self, weights: Any, x: Array, context: Context) -> tuple[Array, Pools]:
         y, *named = jaxpr_as_fun(self.selection.make)(*jax.tree.leaves((weights, x, context)))
-        named = [row_major(leaf) for leaf in named] if self.carried_in_rows else named
+        named = self._laid_out(named) if self.carried_in_rows else named
         return y, {"F to B": [x, *named]}
 
     def residuals(self, weights: Any, context: Context, saved: Pools) -> list[Array]:
         x, *named = saved["F to B"]
         x = row_major(x) if self.carried_in_rows else x
-        named = [row_major(leaf) for leaf in named] if self.in_rows else named
+        named = self._laid_out(named) if self.in_rows else named
         recomputed = jaxpr_as_fun(self.selection.recompute)(*jax.tree.leaves((weights, x, context)), *named)
         return [as_varying(leaf, ["pp"]) for leaf in recomputed]
+
+    def _laid_out(self, named: list[Array]) -> list[Array]:
+        """Saved activations in the memory layout in which they are read."""
+        return [
+            heads_major(leaf) if self.carried_in_rows and name in OF_HEADS and leaf.ndim == 4 else row_major(leaf)
+            for name, leaf in zip(self.selection.names, named, strict=True)
+        ]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -212,6 +220,7 @@ def layer_passes(
     split: bool,
     in_rows: bool,
     carried_in_rows: bool = False,
+    norms_apart: bool = False,
     plan: ShardingPlan,
     stack: str,
     weights: Any,
@@ -221,7 +230,8 @@ def layer_passes(
     """The passes of a stack's layers for a gathered layer's weights, an input and a context of these shapes.
 
     `in_rows`: whether saved activations are read in row-major memory layout, as `relays_what_is_read` says;
-    `carried_in_rows`: whether they are written so, too, and the input is read so. With remat="stage" a stage runs its
+    `carried_in_rows`: whether they are written so, too, and the input is read so; `norms_apart`: whether recomputed
+    norms are apart from what reads them, as `fuses_norms_into_products` says. With remat="stage" a stage runs its
     layers again before B, and these passes save all for the time of B.
     Raises ConfigError if the block names an activation that `pipeline.remat` does not know.
     """
@@ -230,13 +240,16 @@ def layer_passes(
     y, *residuals = jax.eval_shape(
         lambda *given: [as_varying(x, ["pp"]) for x in jaxpr_as_fun(program)(*given)], *given
     )
-    parts = saved_parts(remat)
+    parts, apart = saved_parts(remat), [NORM] if norms_apart else []
     if parts is not None:
         selection = select(program, now=[0], names=parts)
+        if apart:
+            selection = selection._replace(recompute=inlined(selection.recompute, apart))
         named = jax.eval_shape(jaxpr_as_fun(selection.make), *given)[1:]
         names = (LAYER_INPUT, *selection.names)
         passes = SaveNamed(block, *vjp, program, {"F to B": [x, *named]}, names, selection, in_rows, carried_in_rows)
     elif remat == "layer":
+        program = inlined(program, apart) if apart else program
         passes = SaveLayerInput(block, *vjp, program, {"F to B": [x]}, (LAYER_INPUT,), carried_in_rows)
     else:
         passes = SaveAll(block, *vjp, program, {"F to B": residuals}, (LAYER_INPUT,) if remat == "stage" else ())

@@ -18,6 +18,7 @@ from collections.abc import Collection, Iterable
 from typing import Any, NamedTuple
 
 import jax
+from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from parallax.config.remat import REMAT_PARTS
@@ -114,8 +115,9 @@ def select_inlined(whole: ClosedJaxpr, *, now: Collection[int], names: Collectio
     )
 
 
-def inlined(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """The same program with calls of jitted functions inlined, so that an einsum's two gradients are two equations."""
+def inlined(closed: ClosedJaxpr, apart: Collection[str] = ()) -> ClosedJaxpr:
+    """The same program with calls of jitted functions inlined, so that an einsum's two gradients are two equations.
+    Values with names in `apart` are behind barriers: the compiler fuses them with nothing that reads them."""
 
     def run(jaxpr: Jaxpr, consts: list, args: list) -> list:
         value_of = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
@@ -127,6 +129,8 @@ def inlined(closed: ClosedJaxpr) -> ClosedJaxpr:
             values = [read(atom) for atom in equation.invars]
             inner = called(equation) if equation.primitive.name in CALLS else None
             outs = run(inner.jaxpr, inner.consts, values) if inner else apply(equation, values)
+            if equation.primitive.name == "name" and equation.params["name"] in apart:
+                outs = lax.optimization_barrier(outs)
             value_of |= zip(equation.outvars, outs, strict=True)
         return [read(atom) for atom in jaxpr.outvars]
 

@@ -75,6 +75,11 @@ def row_major(x: Array) -> Array:
     return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
 
 
+def heads_major(x_BSHK: Array) -> Array:
+    """The same array with the tokens of a head side by side in memory, as TPU kernels of attention read it."""
+    return with_layout_constraint(x_BSHK, Layout((0, 2, 1, 3)))
+
+
 def _indices(leaf: Array, numbers: Sequence[Array | int]) -> tuple:
     """Start indices of an entry; none is negative. A dim of size 1 has a static index, so that XLA sees that a read
     returns what was written."""

@@ -34,6 +34,7 @@ from parallax.config.remat import REMAT_PARTS, canonical_remat, recomputed_parts
 from parallax.config.sections import PipelineConfig
 from parallax.config.settings import with_code
 from parallax.errors import ConfigError
+from parallax.model import mlp
 from parallax.model.kernels.flops import attention_flops
 from parallax.pipeline import loss_and_grads
 from parallax.sharding.mesh import mesh_of
@@ -162,6 +163,19 @@ def test_in_stages_of_one_layer_slots_are_written_in_rows_and_inputs_read_in_row
     of_a_tick, in_loop, one_layer = (lowered("norm swiglu", mesh).count("@LayoutConstraint") for mesh in meshes)
     assert of_a_tick == in_loop > 0
     assert one_layer == 2 * of_a_tick + 1
+
+
+@pytest.mark.fast(1)
+@pytest.mark.parametrize(("remat", "schedule"), [("elementwise", "interleaved"), ("layer", "zero_bubble")])
+def test_norms_apart_from_products_change_no_number(remat, schedule, monkeypatch, record_property):
+    """Norms that are recomputed, and the gradient of the MLP's, are behind barriers where XLA would fuse them into
+    products, whose blocks are smaller then."""
+    assert "optimization_barrier" not in lowered(remat, (2, 1, 1))
+    for reader in (loss_and_grads, mlp):
+        monkeypatch.setattr(reader, "fuses_norms_into_products", lambda: True)
+    assert lowered(remat, (2, 1, 1)).count("optimization_barrier") == 3
+    case = dict(mesh=(2, 2, 1), attention="gqa", remat=remat, schedule=schedule, microbatches=4)
+    check_parity(SCHEDULES[schedule] | case, record_property)
 
 
 # ---- what is made again
