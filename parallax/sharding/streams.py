@@ -1,28 +1,40 @@
 """Token streams: a gather whose pieces are multiplied as they arrive, and a sum that leaves piece by piece.
 
 Between a gather of tokens over tp and the reduce-scatter of their sums, all but attention works on each token for
-itself. So the pieces need not be one array. A rank multiplies its own tokens while it sends them to the next rank,
-then those that have arrived, which it passes on; partial sums go back by the same way, and each rank adds its own.
-Compilers for TPU overlap these permutes with the products, but not a gather or a reduce-scatter in a loop.
+itself. So the pieces need not be one array. A rank multiplies its own tokens while it sends them to both neighbours,
+then those that have arrived, which it passes on; partial sums go back the same way, and each rank adds its own. Of n
+ranks half send over the links of one direction, and half over those of the other. Compilers for TPU overlap these
+permutes with the products, but not a gather or a reduce-scatter in a loop.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 from parallax.errors import NotationError
-from parallax.sharding.collectives import as_varying, is_bound, permutes_wait, reshard, to_next_rank
+from parallax.sharding.collectives import as_varying, is_bound, permutes_wait, reshard, to_next_rank, vary_alike
 from parallax.sharding.layout import Layout, check_rank, parse_move
 
 STREAM_AXIS, SEQ_DIM = "tp", 1  # of activations [B, S, ...]
 
 
 class Streams(NamedTuple):
-    """The tokens of all tp ranks, as an array [B, S / tp, ...] of each: those of this rank, of the rank before it, of
-    the one before that, and so on."""
+    """The tokens of all tp ranks, as an array [B, S / tp, ...] of each, of the nearest ranks first: see `steps`."""
 
     pieces: tuple[Array, ...]
+
+
+def steps(ranks: int) -> list[int]:
+    """How many ranks before this one each piece's rank is, around the ring; negative after it.
+
+    >>> steps(2), steps(5)
+    ([0, 1], [0, 1, -1, 2, -2])
+    """
+    return sorted(range(-((ranks - 1) // 2), ranks // 2 + 1), key=lambda step: (abs(step), -step))
 
 
 def gather_as_streams(pattern: str, x: Array) -> Streams:
@@ -39,10 +51,11 @@ def gather_as_streams(pattern: str, x: Array) -> Streams:
     before, after = parse_move(pattern)
     check_rank(pattern, before, x)
     _check_is_of_tokens(pattern, before, after)
-    pieces = [x]
-    for _ in range(1, _ranks()):
-        pieces.append(to_next_rank(pieces[-1], STREAM_AXIS, apart=permutes_wait()))
-    return Streams(tuple(pieces))
+    pieces = {0: x}
+    for step in steps(_ranks())[1:]:
+        direction = int(np.sign(step))
+        pieces[step] = to_next_rank(pieces[step - direction], STREAM_AXIS, by=direction, apart=permutes_wait())
+    return Streams((*pieces.values(),))
 
 
 def reshard_streams(pattern: str, x: Array | Streams) -> Array | Streams:
@@ -58,10 +71,11 @@ def reshard_streams(pattern: str, x: Array | Streams) -> Array | Streams:
     if before == after:
         return x
     _check_is_of_tokens(pattern, after, before.without(STREAM_AXIS))
-    total = x.pieces[-1]
-    for piece in x.pieces[-2::-1]:
-        total = to_next_rank(total, STREAM_AXIS, by=-1, apart=permutes_wait()) + piece
-    return total
+    sums = dict(zip(steps(len(x.pieces)), x.pieces))
+    for step in reversed([*sums][1:]):
+        direction = int(np.sign(step))
+        sums[step - direction] += to_next_rank(sums[step], STREAM_AXIS, by=-direction, apart=permutes_wait())
+    return sums[0]
 
 
 def per_stream(function: Callable[..., Array], *arrays: Array | Streams) -> Array | Streams:
@@ -77,22 +91,43 @@ def per_stream(function: Callable[..., Array], *arrays: Array | Streams) -> Arra
 
 def tokens_in_order(x: Array | Streams) -> Array:
     """All tokens of streams in one array. No communication."""
-    return lax.concatenate(_turned(x.pieces), SEQ_DIM) if isinstance(x, Streams) else x
+    if not isinstance(x, Streams):
+        return x
+    pieces = vary_alike([as_varying(piece, [STREAM_AXIS]) for piece in x.pieces])
+    return _in_order(tuple(pieces)) if len(pieces) > 1 else pieces[0]
 
 
 def as_streams(x: Array) -> Streams:
     """The inverse of `tokens_in_order`. No communication."""
-    return Streams(tuple(_turned(lax.split(x, [x.shape[SEQ_DIM] // _ranks()] * _ranks(), SEQ_DIM))))
+    return Streams(_apart(as_varying(x, [STREAM_AXIS])) if _ranks() > 1 else (x,))
 
 
-def _turned(pieces: Sequence[Array]) -> list[Array]:
-    """The piece of rank r at place r, of pieces whose places are distances to the rank before this one that has them;
-    and the other way round."""
-    if len(pieces) == 1:
-        return [*pieces]
-    rank = lax.axis_index(STREAM_AXIS)
-    places = [(rank - place) % len(pieces) for place in range(len(pieces))]
-    return [lax.select_n(place, *(as_varying(piece, [STREAM_AXIS]) for piece in pieces)) for place in places]
+@jax.custom_vjp
+def _in_order(pieces: tuple[Array, ...]) -> Array:
+    """Each piece at the place of its rank. Compilers let a product write its piece there."""
+    rows, tokens, *dims = pieces[0].shape
+    whole = jnp.zeros((rows, len(pieces), tokens, *dims), pieces[0].dtype)
+    whole, *_ = vary_alike((whole, *pieces))
+    for place, piece in zip(_places(), pieces, strict=True):
+        whole = lax.dynamic_update_index_in_dim(whole, piece, place, SEQ_DIM)
+    return whole.reshape(rows, -1, *dims)
+
+
+@jax.custom_vjp
+def _apart(x: Array) -> tuple[Array, ...]:
+    """The transpose, which is the inverse."""
+    by_rank = x.reshape(x.shape[0], _ranks(), -1, *x.shape[2:])
+    return tuple(lax.dynamic_index_in_dim(by_rank, place, SEQ_DIM, keepdims=False) for place in _places())
+
+
+# Of JAX's own derivatives each would write zeros over a copy of all tokens for every piece.
+_in_order.defvjp(lambda pieces: (_in_order(pieces), None), lambda _, dy: (_apart(dy),))
+_apart.defvjp(lambda x: (_apart(x), None), lambda _, dy: (_in_order(dy),))
+
+
+def _places() -> list[Array]:
+    """The ranks of which pieces are."""
+    return [(lax.axis_index(STREAM_AXIS) - step) % _ranks() for step in steps(_ranks())]
 
 
 def _ranks() -> int:

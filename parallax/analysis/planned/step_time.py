@@ -406,11 +406,24 @@ def messages(sent: Iterable[Sent], topology: Topology, settings: Settings, per_u
         # All of a layer waits for a message with all of its weights.
         waits = call.module == BY_LAYER and call.kind == "all-gather" and not settings.fsdp.prefetch
         hides = ((_is_of_parameters(call) and can_hide and beside and not waits) or passed_on) and not topology.shared
-        secs = call.count * reached.route(sizes, call.axes).call_secs(call.kind, call.bytes)
+        links = reached.route(sizes, call.axes)
+        secs = call.count * links.call_secs(call.kind, call.bytes)
+        if passed_on and call.axes == (STREAM_AXIS,):
+            secs *= share_of_one_direction(sizes[STREAM_AXIS], links)
         between_stages = call.kind == "permute" and call.axes == ("pp",) and topology.chip.platform == "tpu"
         beside = call.direction if between_stages and not topology.shared else ""
         times.append(CollectiveTime(" ".join(call.axes), secs, hides, ticking, beside, call.count))
     return times
+
+
+def share_of_one_direction(ranks: int, links: Route) -> float:
+    """The share of their time for which the permutes of token streams keep their links busy: they travel both ways
+    around the ranks, over links of both directions where these close to a ring.
+
+    >>> share_of_one_direction(4, Route(200e9, 1.0, 100e9)), share_of_one_direction(4, Route(100e9, 1.0, 100e9))
+    (0.6666666666666666, 1.0)
+    """
+    return max(ranks // 2 / (ranks - 1), links.to_one / links.bandwidth)
 
 
 def is_over(axes: Collection[str], hidden: Collection[str]) -> bool:
