@@ -37,9 +37,10 @@ def resolve_sizes(config: MeshConfig, devices: int, *, simulated: bool = True) -
 def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """Arrange devices (by default all of them) along the axes of the mesh.
 
-    On TPUs the order follows the physical links, so that the last axis has the fastest. If the devices are in several
-    slices, `replica` crosses the slow network between slices, or pp if there are no replicas. GPUs stay in the order of
-    their hosts, so that the last axes stay within a host; any axis may cross the network.
+    On TPUs the order follows the physical links, so that the last axis has the fastest; data ranks go through one core
+    of each chip, then through the next core. If the devices are in several slices, `replica` crosses the slow network
+    between slices, or pp if there are no replicas. GPUs stay in the order of their hosts, so that the last axes stay
+    within a host; any axis may cross the network.
     """
     devices = start_devices() if devices is None else list(devices)
     if config.simulate and len(devices) != config.simulate:
@@ -108,11 +109,23 @@ def place_devices(config: MeshConfig, devices: Sequence[jax.Device]) -> np.ndarr
     pieces = torus_pieces(sizes)
     split = [part for _, part in pieces]
     if slices == 1:
-        return mesh_utils.create_device_mesh(split, devices, allow_split_physical_axes=True).reshape(shape)
+        placed = mesh_utils.create_device_mesh(split, devices, allow_split_physical_axes=True).reshape(shape)
+        return _core_by_core(placed, list(sizes))
     axis = axis_between_slices(sizes, slices)
     outer = [slices if name == axis else 1 for name, _ in pieces]
     inner = [size // times for size, times in zip(split, outer)]
-    return mesh_utils.create_hybrid_device_mesh(inner, outer, devices, allow_split_physical_axes=True).reshape(shape)
+    placed = mesh_utils.create_hybrid_device_mesh(inner, outer, devices, allow_split_physical_axes=True).reshape(shape)
+    return _core_by_core(placed, list(sizes))
+
+
+def _core_by_core(placed: np.ndarray, axes: Sequence[str]) -> np.ndarray:
+    """The same with data ranks in the order of the cores of their chips: first those on one core of each, then those on
+    the next. So the last step of a gather over all chips has both cores, which then share what arrives."""
+    cores = np.vectorize(lambda device: getattr(device, "core_on_chip", 0))(placed)
+    order = np.moveaxis(cores, axes.index("dp"), -1).reshape(-1, placed.shape[axes.index("dp")])
+    if (order != order[0]).any():
+        return placed
+    return placed.take(np.argsort(order[0], kind="stable"), axes.index("dp"))
 
 
 def axis_between_slices(sizes: Mapping[str, int], slices: int) -> str:

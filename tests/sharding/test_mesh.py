@@ -1,6 +1,7 @@
 """The mesh holds every device exactly once, and says which sizes would fit when they do not."""
 
 import math
+from collections import Counter
 from types import SimpleNamespace
 
 import jax
@@ -8,11 +9,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.stand_ins import ChipMesh
 
 from parallax.analysis.planned.topology import read_topology, route
 from parallax.config.sections import AXES, MeshConfig
 from parallax.errors import ConfigError
 from parallax.hardware.devices import simulate_devices
+from parallax.sharding.compiler import first_group
 from parallax.sharding.mesh import factorisations, make_mesh, place_devices, resolve_sizes
 
 
@@ -169,6 +172,28 @@ def test_expert_ranks_fill_a_cube_of_a_torus():
         assert (np.ptp([chip.coords for chip in cube], axis=0) == 1).all()
     topology = read_topology("v5p:2x2x4")
     assert topology.route(wanted.sizes, ["ep"]).bandwidth == 3 * topology.chip.ici_bandwidth
+
+
+def test_the_last_step_of_a_gather_has_both_cores_of_its_chips():
+    """They share the links: so each core takes in at the rate of all, not of half of them."""
+    places = np.ndindex(4, 4, 2, 2)
+    cores = [
+        SimpleNamespace(
+            id=at, platform="tpu", device_kind="TPU7x", coords=(x, y, z), core_on_chip=core, slice_index=0,
+            process_index=at // 8,
+        )
+        for at, (x, y, z, core) in enumerate(places)
+    ]  # fmt: skip
+    wanted, topology = config(1, 64, 1), read_topology("v7x:4x4x2")
+    placed = place_devices(wanted, cores)
+    mesh = ChipMesh(placed)
+    near = first_group(mesh, ("dp",))
+    assert near == 2 and {core.id for core in placed.flat} == {*range(64)}
+    for first in range(near):
+        ranks = [*range(64)[first::near]]
+        chips = Counter(placed.flat[rank].coords for rank in ranks)
+        assert len(chips) == 16 and {*chips.values()} == {2}
+        assert route(mesh, ("dp",), topology.chip, ranks).bandwidth == 2 * topology.chip.ici_bandwidth
 
 
 @pytest.mark.parametrize("sizes", [(1, 8, 1, 2), (2, 8, 1, 1)])
