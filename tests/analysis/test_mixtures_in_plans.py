@@ -157,6 +157,7 @@ def test_the_exchange_that_sends_less_is_taken_and_on_cpus_that_which_they_have(
     assert exchange_of("auto", model, 8, on_cpus=True) == exchange_of("auto", model, 1, on_cpus=False) == "gather"
     assert exchange_of("ragged", model, 8, on_cpus=True) == "ragged"
     assert exchange_of("gather", model, 8, on_cpus=False) == "gather"
+    assert [exchange_of("auto", model, ranks, on_cpus=False) for ranks in (4, 6)] == ["gather", "ragged"]
     assert on({"ep": 4}).exchange == "ragged" and tiny_model.build((1, 1, 1, 1, 1, 4), **MIXTURE).exchange == "gather"
 
 

@@ -488,6 +488,19 @@ def test_what_accelerators_send_is_what_cpus_gather(mesh, to, how, rounds, monke
         check(passes(form), stand_in, 0 if rounds == "one" else ERROR)
 
 
+@pytest.mark.parametrize("form", ["ragged", SENT_AGAIN])
+def test_no_branch_for_further_rounds_returns_what_it_is_given(form, monkeypatch):
+    """XLA would copy it: the gradients of all of a layer's experts, once more."""
+    monkeypatch.setattr(ragged, "platform_traced", lambda: "tpu")
+    layer = mixture(exchange=form)
+    layouts, params = declared(layer)
+    run = on_mesh(layer, layouts, dict(ep=4))
+    traced = equations(lambda *given: jax.vjp(run, *given[:2])[1](given[2]), params, *arrays())
+    branches = [branch.jaxpr for each in traced if each.primitive.name == "cond" for branch in each.params["branches"]]
+    assert len(branches) == 6  # forward, for the tokens' gradients and for the kernels'
+    assert not any(out in branch.invars for branch in branches for out in branch.outvars)
+
+
 @pytest.mark.slow
 def test_the_first_products_of_the_backward_pass_wait_for_shared_experts(monkeypatch):
     """Of the gradient of these one number is read: where it is NaN, no rows are multiplied."""

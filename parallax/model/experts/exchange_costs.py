@@ -44,14 +44,19 @@ def exchanged_rows(model: ModelConfig, ep: int) -> dict[str, float]:
 
 
 def exchange_of(asked: str, model: ModelConfig, ep: int, *, on_cpus: bool) -> str:
-    """The exchange that layout.exchange selects. "auto" is the one that sends less; on CPUs, which have no ragged
-    all-to-all, it is "gather"."""
+    """The exchange that layout.exchange selects. "auto" is the one that sends less, and "ragged" if both send as much:
+    a rank then holds the rows of its experts alone, not all ranks' tokens, too. On CPUs, which have no ragged
+    all-to-all, it is "gather".
+
+    >>> [exchange_of("auto", ModelConfig(experts=8, experts_per_token=k), 2, on_cpus=False) for k in (2, 3)]
+    ['ragged', 'gather']
+    """
     if asked != AUTO:
         return asked
     if on_cpus or ep == 1:
         return "gather"
     sent = exchanged_rows(model, ep)
-    return min(sent, key=lambda name: sent[name])
+    return "ragged" if sent["ragged"] <= sent["gather"] else "gather"
 
 
 def sends_again(exchange: str, remat: str, layout: LayoutConfig, *, split: bool) -> bool:

@@ -311,7 +311,7 @@ def _exchange_forward(
         y, rows = run(slices, units, y, name, earlier)
         received.append(rows._replace(x=empty.x) if sizes.send_again else rows)
         earlier = _probe(rows.x)
-    return _remaining_rounds(sizes, given, further, y, lambda y: _summed(y, given.rows)), received
+    return _remaining_rounds(sizes, given, lambda: y, further, lambda y: _summed(y, given.rows)), received
 
 
 def _exchange_backward(sizes: BufferSizes, received: list[ReceivedRows], dy_ND: Array) -> tuple[Any, ...]:
@@ -337,13 +337,14 @@ def _placeholders_backward(
         gradients.append(given.gradients(slices, rows, dy_ND, *order))
 
     sums = (*(_unset(array, given.units) for array in (given.x_ND, weights_NK[:, :1])), [])
-    kernels = [None] * len(given.experts)
+    kernels, add_round = [None] * len(given.experts), None
     for slices, rows, of_round in zip(rounds, received, gradients):
+        kernels = add_round(kernels) if add_round else kernels
         sums, x = given.add_to_tokens(slices, of_round, sums), rows.x
         if sizes.send_again:
             before = None if kernels[0] is None else sum(_probe(sums.kernels) for sums in kernels)
             x = given.send(given.x_ND, slices, len(rows.weights) // UNIT_ROWS, before)
-        kernels = given.add_to_kernels(slices, x, of_round, kernels)
+        add_round = functools.partial(given.add_to_kernels, slices, x, of_round)
 
     def recomputed(number: Array) -> tuple[Slices, ReceivedRows, RowGradients]:
         slices = sizes.further_slices(given.counts_PE, number)
@@ -361,8 +362,9 @@ def _placeholders_backward(
     def of_tokens(sums: tuple[Array, Array, list]) -> tuple[Array, Array, list]:
         return _summed(sums[0], given.rows), _summed(sums[1], given.rows.of_choices()), sums[2]
 
-    dx, dweights, (of_d_gate, of_d_up, of_hidden) = _remaining_rounds(sizes, given, further_tokens, sums, of_tokens)
-    kernels = _remaining_rounds(sizes, given, further_kernels, kernels, lambda kernels: kernels)
+    dx, dweights, most = _remaining_rounds(sizes, given, lambda: sums, further_tokens, of_tokens)
+    kernels = _remaining_rounds(sizes, given, lambda: add_round(kernels), further_kernels, lambda kernels: kernels)
+    of_d_gate, of_d_up, of_hidden = most
     most = (of_x, of_d_gate), (of_x, of_d_up), (of_hidden, given.experts.down.most(dy_ND))
     d_experts = given.experts.with_gradients(kernels, most)
     return dweights.reshape(weights_NK.shape), ExchangedRows(dx, d_experts, None, None, None)
@@ -374,20 +376,20 @@ _placeholders.defvjp(_placeholders_forward, _placeholders_backward)
 def _remaining_rounds(
     sizes: BufferSizes,
     given: ExchangedRows,
+    begin: Callable[[], Any],
     run: Callable[[Array, Any], Any],
-    state: Any,
     end: Callable[[Any], Any],
 ) -> Any:
-    """Result of `end` on the state after the further rounds; a usual load needs none."""
+    """Result of `end` on the state of `begin` after the further rounds; a usual load needs none."""
     if sizes.usual >= sizes.most:
-        return end(state)
+        return end(begin())
     left = most_received(given.counts_PE) - sizes.usual
     with jax.named_scope(USUAL_LOAD):
-        # `end` runs inside the branch: a branch that returns its input copies it.
+        # `begin` or `end` computes something inside the branch: a branch that returns its input copies it.
         return lax.cond(
             left <= 0,
-            lambda: end(state),
-            lambda: end(lax.fori_loop(0, -(-left // sizes.rounds[-1]), run, state)),
+            lambda: end(begin()),
+            lambda: end(lax.fori_loop(0, -(-left // sizes.rounds[-1]), run, begin())),
         )
 
 
