@@ -1,17 +1,18 @@
 """Published steps on TPUs and GPUs, and the times of the same layouts as this project plans or compiles them.
 
-    python benchmarks/published.py --analytic [--half blind | --rows 0 3]
+    python benchmarks/published.py --analytic [--half new | --rows 0 3]
     python benchmarks/published.py [--rows 23]
 
 With --analytic a step is planned from its trace; nothing is compiled. It is planned twice: as this project's program,
 and *as theirs*, with what the published program does otherwise by its recipe: messages that it sends beside its work,
 nothing recomputed between products, experts in grouped products. *Half* is the one to which constants of prices were
-fitted, or the one held out, by which plans are judged; *unseen* are rows that were added later, and *blind* those that
-were planned once, after all prices were mended: they are left out unless asked for. The last lines have the error of
-each, of both plans. Without it steps are compiled on a machine without chips, with kernels at their peak, which needs
-XLA's compilers: pip install -e '.[tpu]' or '.[gpu-compiler]'. A column *of it* is the share of the published time. A
-published rate of tokens or FLOP/s is taken as the time of a step. A row has the model, batch, mesh and recompute of the
-published step, where these have words here; the program is this project's.
+fitted, or the one held out, by which plans are judged; *unseen* are rows that were added later, *blind* those that were
+planned once, after all prices were mended, and *new* those that were entered since and not yet planned: the last two
+are left out unless asked for. Nothing is fitted to new rows: they are judged as held out. The last lines have the error
+of each half, of both plans. Without it steps are compiled on a machine without chips, with kernels at their peak, which
+needs XLA's compilers: pip install -e '.[tpu]' or '.[gpu-compiler]'. A column *of it* is the share of the published
+time. A published rate of tokens or FLOP/s is taken as the time of a step. A row has the model, batch, mesh and
+recompute of the published step, where these have words here; the program is this project's.
 """
 
 import math
@@ -279,7 +280,8 @@ def interleaved(virtual: int) -> dict[str, Any]:
 
 def mpt(billions: int, gpus_of: str, tokens: float, windows: int, count: int, seq: int = 2048) -> Published:
     """A step of llm-foundry's table: of `windows` in `count` microbatches, at this rate of tokens a second."""
-    layers, d_model, heads = {7: (32, 4096, 32), 13: (40, 5120, 40), 30: (48, 7168, 56), 70: (80, 8192, 64)}[billions]
+    sizes = {3: (32, 2560, 20), 7: (32, 4096, 32), 13: (40, 5120, 40), 30: (48, 7168, 56), 70: (80, 8192, 64)}
+    layers, d_model, heads = sizes[billions]
     changes = llama(layers, d_model, 4 * d_model, heads, heads, 50_368) | PLAIN | WITHOUT_ROPE
     whole = billions < 30 and seq == 2048  # without recompute
     changes |= {"model.activation": "gelu"} | microbatches(count) | (remat("elementwise") if whole else FULL)
@@ -406,12 +408,18 @@ def mixture(layers: int, d_model: int, heads: int, kv_heads: int, vocab: int, *e
 
 
 def per_gpu(
-    title: str, tokens: float, source: str, topology: str, changes: Mapping[str, Any], config: str = "gpu_80gb_x8"
+    title: str,
+    tokens: float,
+    source: str,
+    topology: str,
+    changes: Mapping[str, Any],
+    config: str = "gpu_80gb_x8",
+    **more: Any,
 ) -> Published:
     """A step of which the tokens a second of one GPU are published."""
     ranks = math.prod(map(int, topology.split(":")[1].split("x")))
     secs = changes["data.global_batch"] * changes["data.seq"] / ranks / tokens
-    return Published(title, secs, source, config, topology, changes)
+    return Published(title, secs, source, config, topology, changes, **more)
 
 
 def lora(rank: int, modules: str = "attention mlp") -> dict[str, Any]:
@@ -580,7 +588,168 @@ BLIND_ROWS = [
     gpus("llm.q, Qwen2.5-1.5B on 4 RTX 4090 in FP8", 7.287, f"{LLMQ}/4090x4.md", "RTX4090:4",
          ON_LLMQ | QWEN_1_5B | microbatches(16) | remat("elementwise") | CHUNKS | ALL_FLOAT8),
 ]  # fmt: skip
-ROWS = [*TPU_ROWS, *GPU_ROWS, *OTHER_ROWS, *UNSEEN_ROWS, *BLIND_ROWS]
+# Rows that were entered after the blind ones had been planned, in a commit of their own, before any of them was.
+MAXTEXT_V4 = "https://github.com/AI-Hypercomputer/maxtext/blob/281e04b/README.md"
+MAXTEXT_LOG = f"{MAXTEXT}/docs/guides/monitoring_and_debugging/understand_logs_and_metrics.md"
+MAXTEXT_A3 = "https://github.com/AI-Hypercomputer/maxtext/blob/efb6d9e/MaxText/configs/a3/llama_2_7b/README.md"
+LLAMA2_RECIPE = RECIPES.replace("c8cfe2f", "66af741")
+FUJI_V1, FUJI_V2, FUJI_V2_GPU, FUJI_70B, FUJI_70B_V6E, HONEYCRISP = (
+    f"https://github.com/apple/axlearn/blob/{commit}/axlearn/experiments/text/gpt/{page}.py"
+    for commit, page in (("4dae719", "fuji"), ("f2326c5", "fuji"), ("dd2e449", "fuji"), ("a7c64ee", "fuji"),
+                         ("3f36108", "fuji"), ("273d0d0", "honeycrisp"))
+)  # fmt: skip
+PAX_GPU = "https://github.com/NVIDIA/JAX-Toolbox/blob/0005642/rosetta/rosetta/projects/pax/README.md"
+MEGATRON = "https://github.com/NVIDIA/Megatron-LM/blob/ebb1484/README.md"
+TITAN_H200 = f"{TORCHTITAN}/llama3-8b_h200_202506_trainy-whitefiber.md"
+
+
+def of_parameters(tflops: float, parameters: int, tokens: int) -> float:
+    """Seconds of a step of which TFLOP/s are published that count 6 FLOPs for each parameter and token, and nothing of
+    attention, as MaxText did in 2023: of `tokens` on a chip."""
+    return 6 * parameters * tokens / (tflops * 1e12)
+
+
+# Attention that stores its scores is in blocks here.
+UNFUSED = {"model.kernel": "xla"}
+# MaxText of 2023: 1,024 tokens, heads of 256, and ReLU, which is its square here; of base.yml and the scripts then.
+EARLY = PLAIN | UNFUSED | FULL | {"model.activation": "relu2", "model.norm": "rms", "model.tied": True}
+EARLY |= {"model.d_head": 256}
+GPT_22B = llama(48, 6144, 24_576, 24, 24, 32_768) | EARLY
+GPT_52B = llama(32, 12_288, 49_152, 32, 32, 32_768) | EARLY
+FUJI_7B_V1 = FUJI_7B | UNFUSED  # before axlearn had kernels of attention in this config
+FUJI_70B_V2 = LLAMA2_70B | {"model.vocab": 32_768} | CHUNKS
+HONEYCRISP_3B = llama(26, 3072, 8064, 24, 8, 49_152) | remat("elementwise core ffn") | microbatches(1, "ddp")
+HONEYCRISP_3B |= {"model.qk_norm": True, "model.tied": True}
+DEEPSEEK_16B = {f"model.{key}": value for key, value in dict(
+    layers=27, layers_of="dense*1 moe*26", d_model=2048, d_ff=10_944, vocab=102_400, attention="mla", heads=16,
+    kv_heads=16, d_head=128, d_latent=512, d_rope=64, experts=64, experts_per_token=6, d_expert=1408, shared_experts=2,
+).items()}  # fmt: skip
+GPT_126M = llama(12, 768, 3072, 12, 12, 50_304) | PLAIN | BIASES | WITHOUT_ROPE
+GPT_126M |= {"model.activation": "gelu", "model.d_head": 64} | UNFUSED | remat("elementwise") | microbatches(1, "ddp")
+QWEN_32B = llama(64, 5120, 27_648, 40, 8, 152_064) | {"model.qkv_bias": True}
+TUNED_WHOLE = FULL | lora(16)
+BRIDGE_TUNED = LLAMA_70B | remat("elementwise") | BRIDGE_FLOAT8
+NEW_ROWS = [
+    Published("MaxText, 22B on 64 v4, 1,024 tokens", of_parameters(156, 21_944_598_528, 16 * 1024), MAXTEXT_V4,
+              "llama2_7b_64", "v4:4x4x4", GPT_22B | at(16 * 64, 1024, dp=64)),
+    Published("MaxText, 22B on 8 slices of 64 v4, 1,024 tokens", of_parameters(146, 21_944_598_528, 16 * 1024),
+              MAXTEXT_V4, "llama2_7b_64", "8xv4:4x4x4", GPT_22B | at(16 * 512, 1024, dp=64, replica=8)),
+    Published("MaxText, 52B on 192 v4, 1,024 tokens", of_parameters(154, 51_942_260_736, 10 * 1024), MAXTEXT_V4,
+              "llama2_7b_64", "v4:4x4x12", GPT_52B | at(10 * 192, 1024, dp=192)),
+    Published("axlearn, Fuji-7B on 512 v4", 3.03, FUJI_V1, "llama2_7b_64", "v4:8x8x8",
+              FUJI_7B_V1 | at(2048, 2048, dp=16, replica=32)),
+    Published("axlearn, Fuji-7B on 4 slices of 256 v5e", 2.44, FUJI_V1, "llama2_7b_64", "4xv5e:16x16",
+              FUJI_7B_V1 | at(2048, 2048, dp=16, replica=64)),
+    # "HBM usage: 14GB/chip", which stored scores of 4,096 tokens would not leave: with a kernel of attention.
+    Published("axlearn, Fuji-7B on 4 slices of 256 v5e, 4,096 tokens", 2.21, FUJI_V2, "llama2_7b_64", "4xv5e:16x16",
+              FUJI_7B | MINIMAL | at(1024, 4096, dp=256, replica=4)),
+    # What attention saves is in the host's memory; a kernel of attention is assumed, for the rows' 4,096 tokens. The
+    # page's 59.87 % MFU is of these sizes, an MLP of 28,672 and a head of its own, not of the ones in that commit.
+    Published("axlearn, Fuji-70B on 4 slices of 256 v5e", 14.3736, FUJI_70B, "llama2_7b_64", "4xv5e:16x16",
+              FUJI_70B_V2 | at(1024, 4096, dp=256, replica=4) | remat("elementwise core ffn", "qkv out")),
+    Published("axlearn, Fuji-7B on 256 v5p", 2.85, FUJI_V1, "llama2_7b_64", "v5p:4x8x8",
+              FUJI_7B_V1 | at(2048, 2048, dp=8, replica=32)),
+    # As on v5e.
+    Published("axlearn, Fuji-70B on 256 v6e", 19.5, FUJI_70B_V6E, "llama2_7b_64", "v6e:16x16",
+              FUJI_70B_V2 | microbatches(4) | at(1024, 4096, dp=256) | remat("elementwise core ffn", "qkv out")),
+    Published("axlearn, Fuji-70B on 4 slices of 256 v6e", 4.9, FUJI_70B_V6E, "llama2_7b_64", "4xv6e:16x16",
+              FUJI_70B_V2 | at(1024, 4096, dp=256, replica=4) | remat("elementwise core ffn", "qkv out")),
+    # Whole parameters on each chip. A kernel of attention is assumed, since the rows have 4,096 tokens.
+    Published("axlearn, Honeycrisp-3B on 512 v5p", 1.48, HONEYCRISP, "llama2_7b_64", "v5p:8x8x8",
+              HONEYCRISP_3B | at(2048, 4096, dp=512)),
+    Published("axlearn, Honeycrisp-3B on 2048 v5p", 0.47, HONEYCRISP, "llama2_7b_64", "v5p:8x16x16",
+              HONEYCRISP_3B | at(2048, 4096, dp=2048)),
+    *(
+        Published(f"MaxText, {title}", secs_at(tflops, changes, chips), source, "llama2_7b_64", topology, changes)
+        for title, tflops, changes, chips, topology, source in (
+            ("32B on 4 slices of 256 v5e", 126, scaled(32, 4 * 1024, dp=256, replica=4) | FULL, 1024, "4xv5e:16x16",
+             V5E),
+            ("128B on 16 slices of 256 v5e, tp 16", 100,
+             scaled(128, 4096, dp=16, tp=16, replica=16) | QKV_OFFLOADED, 4096, "16xv5e:16x16", V5E),
+            ("64B on two slices of 64 v5p, tp 4", 309, scaled(64, 3 * 128, dp=16, tp=4, replica=2) | MINIMAL, 128,
+             "2xv5p:4x4x4", V5P),
+            ("256B on two slices of 512 v5p, tp 8", 289, scaled(256, 1024, dp=64, tp=8, replica=2) | MINIMAL, 1024,
+             "2xv5p:8x8x8", V5P),
+            ("1024B on two slices of 2048 v5p, tp 16", 279,
+             scaled(1024, 8192, dp=128, tp=16, replica=2) | FULL, 4096, "2xv5p:8x16x16", V5P),
+        )
+    ),
+    # A demonstration of the log: base.yml's recompute, and the kernel that it takes on TPUs.
+    Published("MaxText, DeepSeek-V2-Lite on 4 v5p", 5.667, MAXTEXT_LOG, "llama2_7b_64", "v5p:2x2x1",
+              DEEPSEEK_16B | at(96, 2048, dp=4) | FULL),
+    Published("MaxText, Llama-2-70B on 256 v6e, 4 rows a chip", 17.373,
+              f"{LLAMA2_RECIPE}/trillium/Llama2-70B-MaxText/README.md", "llama2_7b_64", "v6e:16x16",
+              LLAMA2_70B | at(1024, 4096, dp=256) | FULL),
+    Published("MaxText, Gemma-3-12B on 4 slices of 256 v6e, 32,768 tokens", 8.390,
+              f"{RECIPES}/trillium/Gemma3-12B-MaxText/4x-v6e-256/README.md", "gemma3_12b", "4xv6e:16x16",
+              at(1024, 32_768, dp=256, replica=4) | microbatches(1) | FULL | CHUNKS | {"model.kernel": "splash"}),
+    # GPT-3's positions are a table there; 126M has no kernel of attention, and pax's base class recomputes all of 175B.
+    gpus("Paxml, GPT-3-126M on 64 A100", 256 / 2526.72, PAX_GPU, "A100:8x8", GPT_126M | at(256, 2048, dp=64)),
+    gpus("Paxml, GPT-3-5B on 256 A100", 2048 / 718.19, PAX_GPU, "A100:32x8", GPT_5B | at(2048, 2048, dp=256) | PAX),
+    gpus("Paxml, GPT-3-175B on 256 A100", 1536 / 20.44, PAX_GPU, "A100:32x8",
+         GPT3 | at(1536, 2048, dp=256) | microbatches(1) | FULL),
+    # The README's example: no interleaving, no kernel of attention, and 138 TFLOP/s that count a second forward pass.
+    gpus("Megatron-LM, GPT-3-175B on 1024 A100", 32.0, MEGATRON, "A100:128x8",
+         GPT3 | {"model.vocab": 51_200, "pipeline.schedule": "one_f_one_b"} | UNFUSED
+         | at(1536, 2048, pp=16, dp=8, tp=8) | microbatches(192, "ddp") | FULL),
+    mpt(3, "A100:8", 86_491, 160, 2),
+    mpt(13, "A100:8", 11_454, 72, 3, 16_384),
+    gpus("Paxml, GPT-3-126M on 64 H100", 256 / 4709.12, PAX_GPU, "H100:8x8", GPT_126M | at(256, 2048, dp=64)),
+    gpus("Paxml, GPT-3-5B on 256 H100", 2048 / 1657.24, PAX_GPU, "H100:32x8", GPT_5B | at(2048, 2048, dp=256) | PAX),
+    gpus("Paxml, GPT-3-5B on 256 H100 in FP8", 2048 / 2374.66, PAX_GPU, "H100:32x8",
+         GPT_5B | at(2048, 2048, dp=256) | PAX | ALL_FLOAT8),
+    gpus("Paxml, GPT-3-175B on 256 H100", 1536 / 51.00, PAX_GPU, "H100:32x8",
+         GPT3 | at(1536, 2048, dp=256) | microbatches(1) | FULL),
+    gpus("Paxml, GPT-3-175B on 256 H100 in FP8", 1536 / 84.45, PAX_GPU, "H100:32x8",
+         GPT3 | at(1536, 2048, dp=256) | microbatches(1) | FULL | ALL_FLOAT8),
+    gpus("MaxText, Llama-2-7B on 8 H100, 4 rows each", secs_at(492, LLAMA_7B | at(32, 4096, dp=8), 8), MAXTEXT_A3,
+         "H100:8", LLAMA_7B | at(32, 4096, dp=8) | microbatches(1) | remat("elementwise")),
+    gpus("axlearn, Fuji-7B on 256 H100", 2.44, FUJI_V1, "H100:32x8",
+         FUJI_7B_V1 | microbatches(1) | at(2048, 2048, dp=8, replica=32)),
+    gpus("axlearn, Fuji-7B on 512 H100", 1.54, FUJI_V1, "H100:64x8",
+         FUJI_7B_V1 | microbatches(1) | at(2048, 2048, dp=8, replica=64)),
+    # Measured with the commit that brought cuDNN's kernel of attention.
+    gpus("axlearn, Fuji-7B on 256 H100, 4,096 tokens", 1.78, FUJI_V2_GPU, "H100:32x8",
+         FUJI_7B | microbatches(1) | at(1024, 4096, dp=8, replica=32)),
+    mpt(3, "H100:8x8", 1_441_663, 1152, 3),
+    mpt(30, "H100:32x8", 550_022, 2048, 1),
+    mpt(13, "H100:8", 15_812, 24, 3, 32_768),
+    per_gpu("Megatron-Bridge, Llama-3-70B on 64 H100 in FP8, 128 rows", 1602, BRIDGE, "H100:8x8",
+            BRIDGE_70B | microbatches(64, "zero1") | at(128, 8192, pp=8, dp=2, tp=4) | BRIDGE_FLOAT8),
+    per_gpu("Megatron-Bridge, Llama-3.1-405B on 1024 H100 in FP8, 512 rows", 292, BRIDGE, "H100:128x8",
+            BRIDGE_405B | at(512, 8192, pp=8, dp=8, cp=2, tp=8) | microbatches(64, "zero1") | BRIDGE_FLOAT8),
+    per_gpu("Megatron-Bridge, fine-tuning of Llama-3-70B on 32 H100 in FP8", 1638, BRIDGE, "H100:4x8",
+            BRIDGE_TUNED | interleaved(5) | at(32, 4096, pp=4, dp=2, tp=4) | microbatches(16, "zero1"), packed=True),
+    per_gpu("Megatron-Bridge, LoRA of Llama-3-70B on 8 H100 in FP8", 2643, BRIDGE, "H100:8",
+            BRIDGE_TUNED | interleaved(20) | at(32, 4096, pp=4, dp=1, tp=2) | microbatches(32, "zero1")
+            | lora(16, "attention/[qkv]"), packed=True),
+    gpus("AutoModel, LoRA of Qwen2.5-32B on 8 H100, tp 2", 7.28, f"{AUTOMODEL}/2013a4d/docs/performance-summary.md",
+         "H100:8", QWEN_32B | TUNED_WHOLE | at(32, 4096, dp=4, tp=2) | microbatches(4)),
+    gpus("AutoModel, LoRA of Llama-3.3-70B on 8 H100, tp 2", 15.00, f"{AUTOMODEL}/2013a4d/docs/performance-summary.md",
+         "H100:8", LLAMA_70B | TUNED_WHOLE | at(32, 4096, dp=4, tp=2) | microbatches(4)),
+    gpus("AutoModel, LoRA of Llama-3.3-70B on 16 H100, tp 2", 8.32, f"{AUTOMODEL}/2013a4d/docs/performance-summary.md",
+         "H100:2x8", LLAMA_70B | TUNED_WHOLE | at(32, 4096, dp=8, tp=2) | microbatches(2)),
+    gpus("llm.q, Qwen2.5-3B on one H100", 16.935, f"{LLMQ}/H100x1.md", "H100:1",
+         ON_LLMQ | QWEN_3B | microbatches(32) | remat("elementwise")),
+    gpus("llm.q, Qwen2.5-0.5B on 8 H100", 0.465, f"{LLMQ}/H100x8.md", "H100:8",
+         ON_LLMQ | QWEN_0_5B | microbatches(2) | remat("elementwise")),
+    gpus("llm.q, Qwen2.5-1.5B on 8 H100", 1.148, f"{LLMQ}/H100x8.md", "H100:8",
+         ON_LLMQ | QWEN_1_5B | microbatches(2) | remat("elementwise")),
+    gpus("llm.q, Qwen2.5-14B on 8 H100 in FP8", 7.120, f"{LLMQ}/H100x8.md", "H100:8",
+         ON_LLMQ | QWEN_14B | microbatches(4) | remat("elementwise ffn", "input") | ALL_FLOAT8),
+    gpus("KempnerForge, Llama-3-8B on 4 H200, 128 rows", 13.49, FORGE_CONFIGS, "H200:4",
+         LLAMA_8B | at(128, 4096, dp=4) | microbatches(4) | FULL),
+    gpus("KempnerForge, Llama-3-13B on 16 H200, tp 4", 4.87, KEMPNER, "H200:4x4",
+         LLAMA_13B | at(64, 4096, dp=4, tp=4) | microbatches(4) | FULL),
+    gpus("KempnerForge, Llama-3-8B on 32 H200, tp 4", 1.68, KEMPNER, "H200:8x4",
+         LLAMA_8B | at(64, 4096, dp=8, tp=4) | FORGE),
+    gpus("torchtitan, Llama-3.1-8B on 64 H200 in FP8", 2 * 8192 / 10_753, TITAN_H200, "H200:8x8",
+         TITAN_8B | at(128, 8192, dp=64) | ALL_FLOAT8 | {"model.matmul_scales": "current"}),
+    per_gpu("Megatron-Bridge, Qwen3-30B-A3B on 8 B200 in MXFP8, one row at once", 9299, BRIDGE, "B200:8",
+            QWEN_30B | at(512, 4096, dp=1, ep=8) | microbatches(64, "zero1") | remat("elementwise") | ALL_FLOAT8
+            | {"model.matmul_scales": "mxfp8"}),
+]  # fmt: skip
+ROWS = [*TPU_ROWS, *GPU_ROWS, *OTHER_ROWS, *UNSEEN_ROWS, *BLIND_ROWS, *NEW_ROWS]
 
 
 class Theirs(NamedTuple):
@@ -651,6 +820,11 @@ THEIRS = {
     "NeMo, Mixtral-8x7B on 64 B200 in FP8": DATA._replace(experts="grouped"),
     "NeMo, Llama-3.1-70B on 256 H200 in FP8": Theirs("pp dp"),
     "NeMo, Mixtral-8x7B on 256 H200": DATA._replace(experts="apart"),
+    "Megatron-Bridge, Llama-3-70B on 64 H100 in FP8, 128 rows": ALL,
+    "Megatron-Bridge, Llama-3.1-405B on 1024 H100 in FP8, 512 rows": WITH_CP,
+    "Megatron-Bridge, fine-tuning of Llama-3-70B on 32 H100 in FP8": ALL,
+    "Megatron-Bridge, LoRA of Llama-3-70B on 8 H100 in FP8": Theirs("tp pp"),
+    "Megatron-Bridge, Qwen3-30B-A3B on 8 B200 in MXFP8, one row at once": DATA._replace(experts="grouped"),
 }
 # Hosts with four GPUs have no switch: each of their 18 links leads to another GPU, six to each (NVIDIA's blog,
 # "Introducing NVIDIA HGX H100": 300 GB/s in both directions between two). By the program of these rows.
@@ -700,7 +874,7 @@ SMALLEST = [Published("tiny_gqa", 1.0, "nowhere", "tiny_gqa", "H100:1x8", SMALL)
 def main() -> None:
     parser = Arguments(description=__doc__)
     parser.add_argument("--rows", nargs="*", type=int, help="numbers of rows; all of --half without it")
-    parser.add_argument("--half", choices=HALVES, help=f"rows of this half; without it of all but {BLIND}")
+    parser.add_argument("--half", choices=HALVES, help=f"rows of this half; without it of all but {BLIND} and {NEW}")
     parser.add_argument("--analytic", action="store_true", help="plan the steps, and compile nothing")
     args = parser.parse_args()
     if args.half and args.rows is not None:
@@ -719,30 +893,43 @@ def main() -> None:
             f"| [{row.title}]({row.source}) |", " | ".join([half_of(row), f"{row.secs:.2f} s", *parts]), "|", flush=True
         )
         print(f"row {at}: {time.perf_counter() - started:.0f} s", file=sys.stderr, flush=True)
-        for group in (half_of(row), f"{half_of(row)}, {kind_of(row)}") if args.analytic else ():
+        judged = HELD if half_of(row) == NEW else half_of(row)
+        for group in (judged, f"{judged}, {kind_of(row)}") if args.analytic else ():
             shares[group].append(tuple(secs / row.secs for secs in plans))
-    for group in sorted(shares, key=lambda group: (HALVES.index(group.split(", ")[0]), group)):
+    for group in sorted(shares, key=last_of_its_half):
         ours, theirs = zip(*shares[group], strict=True)
         print(f"{errors_line(group, ours)}; as theirs {errors_line('', theirs)}; {len(ours)} rows")
 
 
-BLIND = "blind"
+BLIND, NEW, HELD = "blind", "new", "held out"
 # In the order in which their errors are printed.
-HALVES = ("another chip", "fitted", "unseen", BLIND, "held out")
+HALVES = ("another chip", "fitted", "unseen", BLIND, NEW, HELD)
+
+
+def last_of_its_half(group: str) -> tuple[int, bool, str]:
+    """The order of the lines of errors: a half by its kinds of machine and model, and then all of it.
+
+    >>> sorted(["held out", "held out, GPUs, dense", "fitted"], key=last_of_its_half)
+    ['fitted', 'held out, GPUs, dense', 'held out']
+    """
+    half, _, kind = group.partition(", ")
+    return HALVES.index(half), not kind, kind
 
 
 def numbers_of(rows: Sequence[Published], half: str | None) -> list[int]:
     """Numbers of the rows of a half, or of all that may be planned."""
     halves = [half_of(row) for row in rows]
-    return [at for at, row_half in enumerate(halves) if (row_half == half if half else row_half != BLIND)]
+    return [at for at, row_half in enumerate(halves) if (row_half == half if half else row_half not in (BLIND, NEW))]
 
 
 def half_of(row: Published) -> str:
     """Which half a row belongs to, or what it is if it belongs to none."""
-    for name, rows in (("another chip", OTHER_ROWS), ("unseen", UNSEEN_ROWS), (BLIND, BLIND_ROWS)):
+    for name, rows in (
+        ("another chip", OTHER_ROWS), ("unseen", UNSEEN_ROWS), (BLIND, BLIND_ROWS), (NEW, NEW_ROWS)
+    ):  # fmt: skip
         if row in rows:
             return name
-    return "held out" if row.title in HELD_OUT else "fitted"
+    return HELD if row.title in HELD_OUT else "fitted"
 
 
 def kind_of(row: Published) -> str:

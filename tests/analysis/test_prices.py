@@ -101,23 +101,26 @@ def test_the_split_of_the_published_steps_is_the_one_that_was_drawn(published):
         assert count.keys() == {"v5e", "v5p", "v6e", "v7x", "H100", "H200", "B200"}
 
 
-def test_rows_that_are_not_yet_planned_are_planned_only_when_asked_for(published):
+def test_rows_that_judge_prices_once_are_planned_only_when_asked_for(published):
     numbers = {*published.numbers_of(published.ROWS, None)}
-    blind = {*published.numbers_of(published.ROWS, published.BLIND)}
-    assert numbers | blind == {*range(len(published.ROWS))} and not numbers & blind
-    assert [published.ROWS[at] for at in sorted(blind)] == published.BLIND_ROWS and len(blind) >= 24
+    blind, new = ({*published.numbers_of(published.ROWS, half)} for half in (published.BLIND, published.NEW))
+    assert [*range(len(published.ROWS))] == sorted([*numbers, *blind, *new])
+    for half, rows in ((blind, published.BLIND_ROWS), (new, published.NEW_ROWS)):
+        assert [published.ROWS[at] for at in sorted(half)] == rows and len(half) >= 24
+    kinds = Counter(published.kind_of(row).split(",")[0] for row in published.NEW_ROWS)
+    assert kinds["TPUs"] >= 12 and kinds["GPUs"] >= 12
 
 
-def test_rows_that_are_not_yet_planned_have_valid_settings(published):
-    for row in published.BLIND_ROWS:
+def test_rows_that_judge_prices_once_have_valid_settings(published):
+    for row in (*published.BLIND_ROWS, *published.NEW_ROWS):
         settings, topology = published.settings_of(row)
         assert math.prod(settings.mesh.sizes.values()) == topology.devices, row.title
         assert settings.data.global_batch % settings.pipeline.microbatches == 0, row.title
 
 
-@pytest.mark.slow  # 25 s
-def test_rows_that_are_not_yet_planned_are_legal_on_their_topologies(published):
-    for row in published.BLIND_ROWS:
+@pytest.mark.slow  # 45 s
+def test_rows_that_judge_prices_once_are_legal_on_their_topologies(published):
+    for row in (*published.BLIND_ROWS, *published.NEW_ROWS):
         model_on_topology(*published.settings_of(row))
 
 
@@ -183,8 +186,8 @@ def test_a_plan_gives_the_range_of_published_steps_beside_theirs():
 
 
 def test_the_range_is_that_of_the_steps_on_the_page(published):
-    """Nine in ten of the dense ones, and all mixtures, without those of another chip."""
-    rows, times = {row.title: row for row in published.ROWS}, {}
+    """Nine in ten of the dense ones, and all mixtures, without those of another chip and those that are not planned."""
+    rows, times = {row.title: row for row in published.ROWS if published.half_of(row) != published.NEW}, {}
     table = re.findall(r"\| \[(.*)\]\(.*\) \| (.*) \| .* s \| .* \| .* \| .* s \| (.*) \|\n", PAGE.read_text())
     assert [title for title, *_ in table] == [*rows]
     for title, half, share in table:
