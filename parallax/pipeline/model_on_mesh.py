@@ -32,7 +32,7 @@ from parallax.schedules import by_name
 from parallax.sharding import activations
 from parallax.sharding.activations import BATCH, BATCH_AXES, CONTEXT_AXIS, EXPERT_AXIS, ROWS
 from parallax.sharding.collectives import as_varying
-from parallax.sharding.compiler import clears_what_is_overwritten, first_group
+from parallax.sharding.compiler import clears_what_is_overwritten, copies_what_branches_return, first_group
 from parallax.sharding.host import MEMORY_KINDS
 from parallax.sharding.layers_on_ranks import Arrangement, arrangements
 from parallax.sharding.mesh import is_simulated
@@ -198,6 +198,11 @@ class ModelOnMesh:
     def carries_residuals(self) -> bool:
         """Whether ticks carry slots of residuals, instead of allocating them in each tick."""
         return self.schedule.keeps_across_ticks or clears_what_is_overwritten(self.mesh)
+
+    @property
+    def changes_in_loops(self) -> bool:
+        """Whether ranks of pp change slots and sums in loops of at most one turn, instead of in branches."""
+        return copies_what_branches_return(self.mesh)
 
     def prefetches(self, run: LayerRun) -> bool:
         """Whether the next layer of a run is gathered while one computes."""

@@ -33,7 +33,7 @@ from parallax.pipeline.stage import (
     weight_gradients,
 )
 from parallax.schedules import Schedule, Segment
-from parallax.sharding.collectives import cond_over_pp, permute
+from parallax.sharding.collectives import changed_over_pp, cond_over_pp, permute
 from parallax.sharding.host import is_on_host
 from parallax.sharding.plan import GRADIENTS
 from parallax.sharding.slots import read_slot
@@ -95,6 +95,7 @@ def tick(
     """
     here = {name: value[lax.axis_index("pp")] if value.ndim else value for name, value in values.items()}
     outputs, gathered, row, devices = {}, None, Row(here, tables), pipeline.layers.model.devices
+    in_loop = pipeline.layers.model.changes_in_loops
     joint = pipeline.schedule.joint and "F" in kinds and "B" in kinds
     alone = {kind: f"{kind} alone" if joint else kind for kind in "FB"}  # entries of the table
     if not pipeline.carries_residuals:
@@ -102,42 +103,38 @@ def tick(
         state = state._replace(saved=pipeline.saves.empty(pipeline.layers, x, pipeline.schedule.slots))
     if "F" in kinds:
         with jax.named_scope(FORWARD):
-            outputs["F"], saved, gathered = cond_over_pp(
+            outputs["F"], (saved, gathered) = changed_over_pp(
                 row.acts(alone["F"]),
-                lambda: pipeline.saves.forward(
-                    x=received(pipeline, state, row, "F"),
-                    this=pass_of(pipeline, row, "F"),
-                    saved=state.saved,
-                ),
-                lambda: (jnp.zeros_like(state.messages["F"][0]), state.saved, None),
+                lambda kept: forward(pipeline, state._replace(saved=kept[0]), row),
+                lambda: jnp.zeros_like(state.messages["F"][0]),
+                (state.saved, None),
+                in_loop=in_loop,
             )
         state = state._replace(saved=saved)
     if joint:
         outputs["F"], outputs["B"], state = joint_pass(pipeline, state, row, outputs["F"])
     elif "F" in kinds and row.ever("exit"):
-        ends = cond_over_pp(
-            row.acts("exit"),  # the same on every rank, so that no rank waits here for one in the other branch
-            lambda: pipeline.ends.on_last_stage_output(state.ends, row["exit"], row["exit F"], outputs["F"]),
-            lambda: state.ends,
-        )
-        state = state._replace(ends=ends)
+        state = state._replace(ends=head(pipeline, state, row, outputs["F"]))
     if state.unsent is not None:  # on simulated devices after F and the head; else nothing of this tick comes before
         state = send(pipeline, state, row, {"B": devices.after(state.unsent, state.ends.loss)})
     if "B" in kinds:
-        unchanged = state.grads, state.saved, state.ends
         with jax.named_scope(BACKWARD):
-            outputs["B"], grads, saved, ends = cond_over_pp(
+            outputs["B"], changed = changed_over_pp(
                 row.acts(alone["B"]),
-                lambda: backward(pipeline, state, row, gathered),
-                lambda: (outputs["B"] if joint else jnp.zeros_like(state.messages["B"][0]), *unchanged),
+                lambda kept: backward(pipeline, with_changed(state, kept), row, gathered),
+                lambda: outputs["B"] if joint else jnp.zeros_like(state.messages["B"][0]),
+                (state.grads, state.saved, state.ends),
+                in_loop=in_loop,
             )
-        state = state._replace(grads=grads, saved=saved, ends=ends)
+        state = with_changed(state, changed)
     if "W" in kinds:
         with jax.named_scope(WEIGHTS):
-            grads = cond_over_pp(
+            _, grads = changed_over_pp(
                 row.acts("W"),
-                lambda: weight_gradients(pass_of(pipeline, row, "W"), state.saved, state.grads),
-                lambda: state.grads,
+                lambda grads: ((), weight_gradients(pass_of(pipeline, row, "W"), state.saved, grads)),
+                lambda: (),
+                state.grads,
+                in_loop=in_loop,
             )
         state = state._replace(grads=grads)
     if joint and row.ever("exit"):
@@ -151,31 +148,64 @@ def tick(
     return send(pipeline, state, row, outputs), None
 
 
-def backward(pipeline: Pipeline, state: State, row: Row, gathered: Any) -> tuple[Array, list[Any], Any, EndsState]:
-    """B: the gradient of the stage's input, then gradients, what is saved and both ends after it."""
+def forward(pipeline: Pipeline, state: State, row: Row) -> tuple[Array, tuple[Any, Any]]:
+    """F: the stage's output; what is saved after it, and the last layer's weights."""
+    x, this = received(pipeline, state, row, "F"), pass_of(pipeline, row, "F")
+    y, saved, gathered = pipeline.saves.forward(this, x, state.saved)
+    return y, (saved, gathered)
+
+
+Changed = tuple[list[Any], Any, EndsState]  # by B: gradients, what is saved, and both ends
+
+
+def with_changed(state: State, changed: Changed) -> State:
+    """The state with what B changes."""
+    grads, saved, ends = changed
+    return state._replace(grads=grads, saved=saved, ends=ends)
+
+
+def backward(pipeline: Pipeline, state: State, row: Row, gathered: Any) -> tuple[Array, Changed]:
+    """B: the gradient of the stage's input, and what it changes."""
     dy, this = received(pipeline, state, row, "B"), pass_of(pipeline, row, "B")._replace(gathered=gathered)
     dx, saved, grads = pipeline.saves.backward(this, dy, state.saved, state.grads)
-    return dx, grads, saved, embedding_gradient(pipeline, state, row, dx)
+    return dx, (grads, saved, embedding_gradient(pipeline, state, row, dx))
+
+
+def head(pipeline: Pipeline, state: State, row: Row, y: Array) -> EndsState:
+    """Both ends after the head of the last stage's output, which is `y` on its rank."""
+    _, ends = changed_over_pp(
+        row.acts("exit"),  # the same on every rank, so that no rank waits here for one that does not act
+        lambda ends: ((), pipeline.ends.on_last_stage_output(ends, row["exit"], row["exit F"], y)),
+        lambda: (),
+        state.ends,
+        in_loop=pipeline.layers.model.changes_in_loops,
+    )
+    return ends
 
 
 def joint_pass(pipeline: Pipeline, state: State, row: Row, y: Array) -> tuple[Array, Array, State]:
     """F and B as one pass if this rank has both: outputs and the state after it. If it has not, the first is `y`."""
 
-    def both() -> tuple[Both, EndsState]:
+    def both(kept: tuple[Any, list, EndsState]) -> tuple[tuple[Array, Array], tuple[Any, list, EndsState]]:
+        saved, grads, ends = kept
         with jax.named_scope(FORWARD):
             x, ahead = received(pipeline, state, row, "F"), pass_of(pipeline, row, "F")
         with jax.named_scope(BACKWARD):
-            dy, back = received(pipeline, state, row, "B"), pass_of(pipeline, row, "B")
-        after = pipeline.saves.both(ahead, back, Both(x, dy, state.saved, state.grads))
+            dy, back = received(pipeline, state._replace(ends=ends), row, "B"), pass_of(pipeline, row, "B")
+        after = pipeline.saves.both(ahead, back, Both(x, dy, saved, grads))
         with jax.named_scope(BACKWARD):
-            return after, embedding_gradient(pipeline, state, row, after.dy)
-
-    def neither() -> tuple[Both, EndsState]:
-        return Both(y, jnp.zeros_like(state.messages["B"][0]), state.saved, state.grads), state.ends
+            ends = embedding_gradient(pipeline, state._replace(ends=ends), row, after.dy)
+        return (after.x, after.dy), (after.saved, after.grads, ends)
 
     with jax.named_scope(JOINT):
-        after, ends = cond_over_pp(row.values["F and B"] >= 0, both, neither)
-    return after.x, after.dy, state._replace(saved=after.saved, grads=after.grads, ends=ends)
+        outputs, (saved, grads, ends) = changed_over_pp(
+            row.values["F and B"] >= 0,
+            both,
+            lambda: (y, jnp.zeros_like(state.messages["B"][0])),
+            (state.saved, state.grads, state.ends),
+            in_loop=pipeline.layers.model.changes_in_loops,
+        )
+    return *outputs, state._replace(saved=saved, grads=grads, ends=ends)
 
 
 def head_of_joint_tick(
@@ -183,12 +213,7 @@ def head_of_joint_tick(
 ) -> tuple[dict[str, Array], State]:
     """The head after all passes of a tick: the outputs, which wait for it, and the state after it."""
     devices = pipeline.layers.model.devices
-    y = devices.after(outputs["F"], made_last(pipeline, state, outputs))
-    ends = cond_over_pp(
-        row.acts("exit"),
-        lambda: pipeline.ends.on_last_stage_output(state.ends, row["exit"], row["exit F"], y),
-        lambda: state.ends,
-    )
+    ends = head(pipeline, state, row, devices.after(outputs["F"], made_last(pipeline, state, outputs)))
     return {kind: devices.after(output, ends.loss) for kind, output in outputs.items()}, state._replace(ends=ends)
 
 
@@ -239,12 +264,15 @@ def received(pipeline: Pipeline, state: State, row: Row, kind: str) -> Array:
 def embedding_gradient(pipeline: Pipeline, state: State, row: Row, dx: Array) -> Any:
     """The ends' state after the gradient of the first stage's input, which is `dx` on the first stage's rank."""
     first = pipeline.schedule.placement[0]
-    return cond_over_pp(
+    _, ends = changed_over_pp(
         pipeline.schedule.stages == 1
         or (row["chunk B"] == 0) & (row.values["B"] >= 0) & (lax.axis_index("pp") == first),
-        lambda: pipeline.ends.on_first_stage_gradient(state.ends, row["B"], dx),
-        lambda: state.ends,
+        lambda ends: ((), pipeline.ends.on_first_stage_gradient(ends, row["B"], dx)),
+        lambda: (),
+        state.ends,
+        in_loop=pipeline.layers.model.changes_in_loops,
     )
+    return ends
 
 
 def pass_of(pipeline: Pipeline, row: Row, kind: str) -> Pass:

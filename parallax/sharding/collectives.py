@@ -18,6 +18,8 @@ from parallax.errors import NotationError
 from parallax.sharding.layout import Layout, check_rank, parse_move
 from parallax.sharding.platform import platform_traced
 
+BRANCH = "cond"  # JAX's name of a branch in the stack of an operation
+
 
 def is_bound(axis: str) -> bool:
     """Whether `axis` is bound, that is, whether this runs inside a shard_map over it."""
@@ -69,6 +71,24 @@ def cond_over_pp(acts: Array | bool, act: Callable[[], Any], idle: Callable[[], 
     if acts is True:
         return vary_over_pp(act())
     return lax.cond(acts, lambda: vary_over_pp(act()), lambda: vary_over_pp(idle()))
+
+
+def changed_over_pp(
+    acts: Array | bool, act: Callable[[Any], tuple[Any, Any]], idle: Callable[[], Any], kept: Any, *, in_loop: bool
+) -> tuple[Any, Any]:
+    """`act(kept)`, which makes something and changes what is kept, on ranks of pp that act; on others `idle()`, and
+    what is kept as it is.
+
+    A branch as those of `cond_over_pp`. `in_loop` is for where XLA would copy what a branch returns: a loop of at most
+    one turn, which changes in place what is kept. It has the name of a branch in the compiled program.
+    """
+    if acts is True:
+        return vary_over_pp(act(kept))
+    if not in_loop:
+        return lax.cond(acts, lambda: vary_over_pp(act(kept)), lambda: vary_over_pp((idle(), kept)))
+    with jax.named_scope(BRANCH):
+        turns, start = acts.astype(jnp.int32), vary_over_pp((idle(), kept))
+        return lax.fori_loop(0, turns, lambda _, carried: vary_over_pp(act(carried[1])), start)
 
 
 def offset(layout: Layout, dim: str, local_size: int) -> Array | int:

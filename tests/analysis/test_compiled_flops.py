@@ -77,6 +77,37 @@ def test_a_branch_counts_as_often_as_the_schedule_takes_it():
     assert compiled_flops(text, {"F": Share(average=0.25, lockstep=1.0)}).passes == 0.25 * 2 * 8**3
 
 
+LOOP_FOR_BRANCH = """
+%more (s: (s32[], f32[8,8], s32[])) -> pred[] {
+  %s.1 = (s32[], f32[8,8], s32[]) parameter(0)
+  %at = s32[] get-tuple-element(%s.1), index=0
+  %turns = s32[] get-tuple-element(%s.1), index=2
+  ROOT %less = pred[] compare(%at, %turns), direction=LT
+}
+
+%work (s: (s32[], f32[8,8], s32[])) -> (s32[], f32[8,8], s32[]) {
+  %s.2 = (s32[], f32[8,8], s32[]) parameter(0)
+  %x.2 = f32[8,8]{1,0} get-tuple-element(%s.2), index=1
+  %dot.1 = f32[8,8]{1,0} dot(%x.2, %x.2), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  %one = s32[] get-tuple-element(%s.2), index=2
+  ROOT %t = (s32[], f32[8,8], s32[]) tuple(%one, %dot.1, %one)
+}
+
+ENTRY %main (x: (s32[], f32[8,8], s32[])) -> (s32[], f32[8,8], s32[]) {
+  %x.3 = (s32[], f32[8,8], s32[]) parameter(0)
+  ROOT %c = (s32[], f32[8,8], s32[]) while(%x.3), condition=%more, body=%work, metadata={op_name="NAME"}
+}
+"""
+
+
+def test_a_loop_of_at_most_one_turn_counts_as_the_branch_for_which_it_stands():
+    text = LOOP_FOR_BRANCH.replace("NAME", "jit(step)/while/body/B/cond/while")
+    assert compiled_flops(text).passes == 2 * 8**3
+    assert compiled_flops(text, {"B": Share(average=0.25, lockstep=1.0)}).passes == 0.25 * 2 * 8**3
+    other = LOOP_FOR_BRANCH.replace("NAME", "jit(step)/while/body/B/while")  # a loop of unknown length counts once
+    assert compiled_flops(other, {"B": Share(average=0.25, lockstep=1.0)}).passes == 2 * 8**3
+
+
 def test_a_side_of_attention_with_a_window_counts_for_the_layers_that_have_it():
     near = 'metadata={op_name="jit(step)/while/body/F/cond/branch_1_fun/window_of_8/dot"}'
     idle = "ROOT %x.1 = f32[8,8]{1,0} parameter(0)"

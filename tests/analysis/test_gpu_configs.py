@@ -160,6 +160,17 @@ def test_the_planned_memory_is_that_of_the_compiler(config, where):
     assert abs(float(printed.split()[-1]) - 1) < 0.1
 
 
+# With branches in place of loops it is 1.56 times the plan.
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["one_f_one_b", "dualpipe_v"])
+def test_a_pipeline_copies_no_slots(schedule):
+    changes = ["mesh.pp=4", "mesh.dp=2", f"pipeline.schedule={schedule}", "data_parallel.policy=zero1"]
+    few = ["model.layers=8", "data.global_batch=32"]
+    printed = run_beside("tests/gpu_configs.py", "gpu_80gb_x8", "H100:1x8", *changes, *few)
+    assert abs(float(printed.split()[-1]) - 1) < 0.02
+
+
 # Two layers, with the whole vocab, and the experts of one rank of eight.
 @needs_compiler
 @pytest.mark.slow

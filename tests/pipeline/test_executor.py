@@ -10,13 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.extend.core import Literal
-from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import AbstractMesh, AxisType, Mesh
 from support.plain_model import plain_losses_and_grad, plain_parts
 from support.random_schedules import PLACEMENTS, random_schedule
 from support.tiny_model import SCHEDULES, build, make_batch, model_config, params_of
 from support.traced_equations import equations, inside
 
 from parallax.analysis.traced.flops import flops_by_direction
+from parallax.analysis.traced.trace import step_program
 from parallax.config.sections import (
     AXES,
     REMAT,
@@ -64,6 +65,27 @@ def test_slots_carried_from_tick_to_tick_give_the_same_bits(remat, monkeypatch):
     assert model.carries_residuals and not model.schedule.keeps_across_ticks
     for carried, fresh in zip(run(), expected, strict=True):
         np.testing.assert_array_equal(carried, fresh)
+
+
+@pytest.mark.fast(1)
+@pytest.mark.parametrize("schedule", [name for name in SCHEDULES if name != "gpipe"])
+def test_stages_that_act_in_loops_of_at_most_one_turn_give_what_those_in_branches_give(schedule, monkeypatch):
+    """The form for GPUs, where XLA would copy all slots and sums that a branch returns."""
+    changes = dict(schedule=schedule, **SCHEDULES[schedule], microbatches=4, remat="elementwise", policy="zero3")
+    run = lambda model: tuple(jax.tree.leaves(jax.jit(model.loss_and_grad)(params_of(model), make_batch())))  # noqa: E731
+    loops = lambda model: sum(  # noqa: E731
+        e.primitive.name == "while" for e in equations(model.loss_and_grad, model.shapes, make_batch())
+    )
+    model = build((2, 2, 2), **changes)
+    expected, before = run(model), loops(model)
+    on_devices = lambda mesh: isinstance(mesh, Mesh)  # noqa: E731
+    monkeypatch.setattr("parallax.pipeline.model_on_mesh.copies_what_branches_return", on_devices)
+    model = build((2, 2, 2), **changes)
+    assert loops(model) >= before + 4  # F, the head, B and the embedding's gradient
+    for looped, branched in zip(run(model), expected, strict=True):
+        np.testing.assert_allclose(looped, branched, rtol=0, atol=1e-6 * max(1e-30, np.abs(branched).max()))
+    counted = flops_by_direction(step_program(model, *make_batch()["tokens"].shape), rank=dict(pp=0, dp=0, tp=0))
+    assert counted["forward"] > 0  # loops whose turns depend on data could not be counted
 
 
 @pytest.mark.fast(1)

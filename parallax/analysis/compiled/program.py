@@ -40,10 +40,12 @@ from parallax.model.transformer import Block
 from parallax.pipeline import BACKWARD, FORWARD, JOINT, WEIGHTS, ShardedModel
 from parallax.schedules import Costs, Schedule
 from parallax.schedules.pricing import USUAL
+from parallax.sharding.collectives import BRANCH
 from parallax.sharding.plan import GRADIENTS
 from parallax.step.step import UPDATE, TrainStep
 
 PASSES = FORWARD, BACKWARD, WEIGHTS, JOINT
+LOOP_FOR_BRANCH = f"{BRANCH}/while"  # the end of the name of a loop of at most one turn: see `changed_over_pp`
 
 
 class Share(NamedTuple):
@@ -118,14 +120,14 @@ def name_of(op_name: str) -> str:
 
     >>> name_of("jit(step)/while/body/closed_call/F/cond"), name_of("jit(step)/while/body/F/cond/branch_1_fun/cond")
     ('F', 'F/end')
-    >>> name_of("jit(step)/while/body/FB/cond/branch_1_fun/F/cond")
-    'FB/F/end'
+    >>> name_of("jit(step)/while/body/FB/cond/branch_1_fun/F/cond"), name_of("jit(step)/while/body/B/cond/while")
+    ('FB/F/end', 'B')
     """
-    parts = op_name.split("/")
-    if not parts or parts[-1] != "cond" or "body" not in parts:
+    parts = op_name.removesuffix("/while").split("/")
+    if parts[-1] != BRANCH or "body" not in parts:
         return ""
     scopes = [index for index, part in enumerate(parts) if part in PASSES]
-    outermost = parts[scopes[0] if scopes else 0 :].count("cond") == 1
+    outermost = parts[scopes[0] if scopes else 0 :].count(BRANCH) == 1
     if not scopes:
         return "exit" if outermost else ""
     if outermost:
@@ -252,10 +254,12 @@ class TimelineReader:
     def _events(self, computation: Computation) -> Iterator:
         for op in computation.instructions:
             base = op.kind.removesuffix("-start").removesuffix("-done")
-            if op.kind == "while":
+            if op.kind == "while" and op.op_name.endswith(LOOP_FOR_BRANCH):
+                yield self._branch(op, [[], self.computation(op.attribute("body"))])
+            elif op.kind == "while":
                 yield self._loop(op, computation)
             elif op.kind == "conditional":
-                yield self._branch(op)
+                yield self._branch(op, [self.computation(name) for name in op.called])
             elif op.kind == "call":
                 yield from self.computation(op.called[0])
             elif op.kind in (*FUSIONS, "async-start"):
@@ -294,8 +298,7 @@ class TimelineReader:
             self.unknown.append(op.op_name or op.name)
         return LoopEvent(1 if trips is None else trips, self.computation(op.attribute("body")))
 
-    def _branch(self, op: Instruction) -> BranchEvent:
-        sides = [self.computation(name) for name in op.called]
+    def _branch(self, op: Instruction, sides: list[list]) -> BranchEvent:
         share = (self.shares or {}).get(name_of(op.op_name))
         if self._is_for_usual_load(op):
             share = Share(1.0, 1.0)

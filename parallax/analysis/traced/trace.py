@@ -18,10 +18,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 
 from parallax import jaxprs
-from parallax.hardware.chips import GPUS
+from parallax.errors import ConfigError
+from parallax.hardware.chips import GPUS, chip
 from parallax.jaxprs import Loop, apply, called, closed, loop, needed
 from parallax.model import dense, families, lora, products
 from parallax.model.batch import BATCH_ARRAYS
@@ -325,9 +326,22 @@ def abstract_mesh(sizes: Mapping[str, int], *, simulated: bool = False, chip: st
 
 @functools.lru_cache(maxsize=2)  # a report needs its model and the same on one device, each more than once
 def step_program(model: ShardedModel, global_batch: int, seq: int) -> ClosedJaxpr:
-    """The traced program of `loss_and_grad`, without dropout; the mesh may be abstract."""
+    """The traced program of `loss_and_grad`, without dropout; the mesh may be abstract.
+
+    For GPUs it is that of an abstract mesh, which has branches where GPUs have loops of at most one turn.
+    """
+    if model.changes_in_loops:
+        model = model.replace(mesh=abstract_mesh(model.axis_sizes, chip=_chip_name(model.mesh)))
     batch = {name: jax.ShapeDtypeStruct((global_batch, seq), "int32") for name in BATCH_ARRAYS}
     return jax.make_jaxpr(model.loss_and_grad)(model.shapes, batch)
+
+
+def _chip_name(mesh: Mesh) -> str:
+    """The name of the mesh's chips; "" if it is unknown."""
+    try:
+        return chip(mesh.devices.flat[0].device_kind).name
+    except ConfigError:
+        return ""
 
 
 def update_program(step: TrainStep) -> ClosedJaxpr:
