@@ -1,8 +1,9 @@
 """Tensor-parallel families and forms of context parallelism: the strings from which layers are built."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from jax import Array
+import jax
+from jax import Array, lax
 
 from parallax.sharding.activations import CONTEXT_AXIS, SEQ, activation
 from parallax.sharding.collectives import reshard
@@ -41,11 +42,17 @@ class Family(NamedTuple):
     keeps_tp: bool  # whether the kernel's output dims are sharded over tp
     context: ContextForm = ContextForm(SEQ, SEQ, WHOLE)
     streams: bool = False  # whether whole tokens are streams of each rank's
+    norms_apart: bool = False  # whether the gradient of an MLP's norm is apart from its products
 
     def read(self, residual: str, x: Array) -> Array | Streams:
         """What projections of d_model read of the residual stream, which has the layout `residual`."""
         pattern = f"{residual} -> {self.input('d_model')}"
         return gather_as_streams(pattern, x) if self.streams else reshard(pattern, x)
+
+    def normed(self, x: Array | Streams) -> Array | Streams:
+        """What an MLP's products read of its normed input. If norms are apart, the compiler fuses nothing that reads
+        its gradient into these products."""
+        return _with_gradient_apart(x) if self.norms_apart else x
 
     def given_back(self, x: Array) -> Array | Streams:
         """All tokens of an activation [B, S, ...] in the form in which `read` has them."""
@@ -75,6 +82,14 @@ class Family(NamedTuple):
         'd_ff/tp d_model'
         """
         return f"{dims} d_model"
+
+
+@jax.custom_vjp
+def _with_gradient_apart(x: Any) -> Any:
+    return x
+
+
+_with_gradient_apart.defvjp(lambda x: (x, None), lambda _, dx: (lax.optimization_barrier(dx),))
 
 
 FAMILIES = {

@@ -16,18 +16,9 @@ from parallax.config.sections import CLAMPED, MLP, ModelConfig
 from parallax.model.dense import Dense
 from parallax.model.families import Family
 from parallax.sharding.activations import activation
-from parallax.sharding.compiler import fuses_norms_into_products
-from parallax.sharding.streams import Streams, per_stream
+from parallax.sharding.streams import per_stream
 
 SLOPE = 1.702  # with which the sigmoid is near the error function of GELU (Hendrycks and Gimpel 2016, section 2)
-
-
-@jax.custom_vjp
-def _with_gradient_apart(x: Any) -> Any:
-    return x
-
-
-_with_gradient_apart.defvjp(lambda x: (x, None), lambda _, dy: (lax.optimization_barrier(dy),))
 
 
 @jax.custom_jvp
@@ -110,7 +101,7 @@ class GatedMLP(nn.Module):
     @nn.compact
     def __call__(self, x: Array, weight: Array | None = None) -> Array:
         whole, wide = self.family.input("d_model"), activation(f"{self.width}/tp")
-        x = _normed(self.family.read(self.residual, x))
+        x = self.family.normed(self.family.read(self.residual, x))
         kernel = self.family.into("d_model", f"{self.width}/tp")
         dense = partial(self.dense or Dense, **self.of_projections)
         gate, up = (dense(kernel, whole, wide, name=name) for name in ("gate", "up"))
@@ -149,18 +140,13 @@ class PlainMLP(GatedMLP):
     @nn.compact
     def __call__(self, x: Array) -> Array:
         whole, wide = self.family.input("d_model"), activation(f"{self.width}/tp")
-        x = _normed(self.family.read(self.residual, x))
+        x = self.family.normed(self.family.read(self.residual, x))
         dense = partial(self.dense or Dense, **self.of_projections)
         up = dense(self.family.into("d_model", f"{self.width}/tp"), whole, wide, name="up")
         down = dense(self.family.back(f"{self.width}/tp"), wide, self.residual, scale=self.out_scale, name="down")
         wide = checkpoint_name(up(up.input(x, part="norm", before=self.residual)), "ffn")
         hidden = per_stream(lambda up: _activated(up, self.activation), wide)
         return down(down.input(checkpoint_name(hidden, "swiglu"), part="swiglu"))
-
-
-def _normed(x: Array | Streams) -> Array | Streams:
-    """The MLP's input, whose gradient is apart from products where XLA would compute that of the norm within them."""
-    return _with_gradient_apart(x) if fuses_norms_into_products() else x
 
 
 # Their backward passes save only gate and up. `prevent_cse` would put a barrier before them: XLA would copy what they

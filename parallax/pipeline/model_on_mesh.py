@@ -32,7 +32,12 @@ from parallax.schedules import by_name
 from parallax.sharding import activations
 from parallax.sharding.activations import BATCH, BATCH_AXES, CONTEXT_AXIS, EXPERT_AXIS, ROWS
 from parallax.sharding.collectives import as_varying
-from parallax.sharding.compiler import clears_what_is_overwritten, copies_what_branches_return, first_group
+from parallax.sharding.compiler import (
+    clears_what_is_overwritten,
+    copies_what_branches_return,
+    first_group,
+    fuses_norms_into_products,
+)
 from parallax.sharding.host import MEMORY_KINDS
 from parallax.sharding.layers_on_ranks import Arrangement, arrangements
 from parallax.sharding.mesh import is_simulated
@@ -68,7 +73,7 @@ class ModelOnMesh:
         self.arrangement = Arrangement(self.schedule.placement, model.layer_kinds)
         self.repeats = repeats_of(self.arrangement)
         context_form = CONTEXTS[layout.context]._replace(order=layout.order)
-        family = FAMILIES[layout.tensor_parallel]._replace(context=context_form)
+        family = FAMILIES[layout.tensor_parallel]._replace(context=context_form, norms_apart=self.norms_apart)
         form, tp = EMBEDDINGS[layout.embedding], self.axis_sizes["tp"]
         options = dict(loss=settings.loss, exchange=self._exchange_form, measures=measures)
         options |= {"expert_chunk_tokens": layout.expert_chunk_tokens}
@@ -203,6 +208,12 @@ class ModelOnMesh:
     def changes_in_loops(self) -> bool:
         """Whether ranks of pp change slots and sums in loops of at most one turn, instead of in branches."""
         return copies_what_branches_return(self.mesh)
+
+    @property
+    def norms_apart(self) -> bool:
+        """Whether norms are apart from the products that read them in the backward pass."""
+        of_one_layer = self.arrangement.stage_layers == 1
+        return self.schedule.keeps_across_ticks and of_one_layer and fuses_norms_into_products(self.mesh)
 
     def prefetches(self, run: LayerRun) -> bool:
         """Whether the next layer of a run is gathered while one computes."""

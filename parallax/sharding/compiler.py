@@ -16,7 +16,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from parallax.errors import ConfigError, tell
 from parallax.hardware.chips import chip
-from parallax.sharding.collectives import ranks_over
 from parallax.sharding.platform import platform_traced
 from parallax.version import version_of
 
@@ -142,6 +141,17 @@ def relays_what_is_read(mesh: Mesh) -> bool:
     return _is_on(mesh, "tpu")
 
 
+def fuses_norms_into_products(mesh: Mesh) -> bool:
+    """Whether XLA computes a norm anew within each product of the backward pass that reads it, and the sums of the
+    norm's gradient within the product before them.
+
+    It does on TPU. Their float32 intermediates leave less VMEM for a product's blocks: in stages of one layer of
+    llama_1b_16 on v5e the weight gradients of an MLP's gate and up take 1.16 ms each, and 0.73 apart from the norm. In
+    loops over the layers of a stage it chooses other blocks, and the norm's own passes are a loss.
+    """
+    return _is_on(mesh, "tpu")
+
+
 def clears_what_is_overwritten(mesh: Mesh) -> bool:
     """Whether XLA writes zeros, and copies of zeros, into slots that a loop fills before anything reads them.
 
@@ -165,16 +175,6 @@ def swaps_in_place() -> bool:
     side by side, and their matrix units move entries along it.
     """
     return platform_traced() == "gpu"
-
-
-def fuses_norms_into_products() -> bool:
-    """Whether the program being traced is a pipeline for TPUs. There XLA computes a norm anew within each product of
-    the backward pass that reads it, and the sums of the norm's gradient within the product before them.
-
-    Their float32 intermediates leave less VMEM for a product's blocks. In stages of one layer of llama_1b_16 on v5e the
-    weight gradients of an MLP's gate and up take 1.16 ms each, and 0.72 apart from the norm.
-    """
-    return platform_traced() == "tpu" and ranks_over(["pp"]) > 1
 
 
 def first_group(mesh: Mesh, axes: Sequence[str]) -> int:

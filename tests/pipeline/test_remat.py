@@ -34,9 +34,8 @@ from parallax.config.remat import REMAT_PARTS, canonical_remat, recomputed_parts
 from parallax.config.sections import PipelineConfig
 from parallax.config.settings import with_code
 from parallax.errors import ConfigError
-from parallax.model import mlp
 from parallax.model.kernels.flops import attention_flops
-from parallax.pipeline import loss_and_grads
+from parallax.pipeline import loss_and_grads, model_on_mesh
 from parallax.sharding.mesh import mesh_of
 from parallax.step.optimizer import make_optimizer
 from parallax.step.step import abstract_state, model_of
@@ -166,15 +165,19 @@ def test_in_stages_of_one_layer_slots_are_written_in_rows_and_inputs_read_in_row
 
 
 @pytest.mark.fast(1)
-@pytest.mark.parametrize(("remat", "schedule"), [("elementwise", "interleaved"), ("layer", "zero_bubble")])
-def test_norms_apart_from_products_change_no_number(remat, schedule, monkeypatch, record_property):
+@pytest.mark.parametrize(
+    ("remat", "schedule", "mesh"), [("elementwise", "interleaved", (4, 2, 1)), ("layer", "zero_bubble", (8, 1, 1))]
+)
+def test_norms_apart_from_products_change_no_number(remat, schedule, mesh, monkeypatch, record_property):
     """Norms that are recomputed, and the gradient of the MLP's, are behind barriers where XLA would fuse them into
     products, whose blocks are smaller then."""
-    assert "optimization_barrier" not in lowered(remat, (2, 1, 1))
-    for reader in (loss_and_grads, mlp):
-        monkeypatch.setattr(reader, "fuses_norms_into_products", lambda: True)
-    assert lowered(remat, (2, 1, 1)).count("optimization_barrier") == 3
-    case = dict(mesh=(2, 2, 1), attention="gqa", remat=remat, schedule=schedule, microbatches=4)
+    one_layer = (MODEL["layers"], 1, 1)
+    assert "optimization_barrier" not in lowered(remat, one_layer)
+    monkeypatch.setattr(model_on_mesh, "fuses_norms_into_products", lambda mesh: True)
+    assert lowered(remat, one_layer).count("optimization_barrier") == 3
+    for other in ((1, 1, 1), (2, 1, 1)):
+        assert "optimization_barrier" not in lowered(remat, other)
+    case = dict(mesh=mesh, attention="gqa", remat=remat, schedule=schedule, microbatches=4)
     check_parity(SCHEDULES[schedule] | case, record_property)
 
 
