@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
@@ -106,7 +105,7 @@ def as_streams(x: Array) -> Streams:
 def _in_order(pieces: tuple[Array, ...]) -> Array:
     """Each piece at the place of its rank. Compilers let a product write its piece there."""
     rows, tokens, *dims = pieces[0].shape
-    whole = jnp.zeros((rows, len(pieces), tokens, *dims), pieces[0].dtype)
+    whole = lax.empty((rows, len(pieces), tokens, *dims), pieces[0].dtype)
     whole, *_ = vary_alike((whole, *pieces))
     for place, piece in zip(_places(), pieces, strict=True):
         whole = lax.dynamic_update_index_in_dim(whole, piece, place, SEQ_DIM)
