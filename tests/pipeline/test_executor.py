@@ -67,11 +67,23 @@ def test_slots_carried_from_tick_to_tick_give_the_same_bits(remat, monkeypatch):
         np.testing.assert_array_equal(carried, fresh)
 
 
+OF_TWO_KINDS = dict(layers=3, layers_of="dense*1 moe*2", experts=4, experts_per_token=2, d_expert=16)
+
+
 @pytest.mark.fast(1)
-@pytest.mark.parametrize("schedule", [name for name in SCHEDULES if name != "gpipe"])
-def test_stages_that_act_in_loops_of_at_most_one_turn_give_what_those_in_branches_give(schedule, monkeypatch):
+@pytest.mark.parametrize(
+    ("schedule", "layers"),
+    [
+        *((name, {}) for name in SCHEDULES if name != "gpipe"),
+        ("one_f_one_b", dict(layers=3)),
+        ("one_f_one_b", OF_TWO_KINDS),
+    ],
+    ids=lambda value: value if isinstance(value, str) else {0: "even", 1: "uneven"}.get(len(value), "of two kinds"),
+)
+def test_stages_that_act_in_loops_of_at_most_one_turn_give_what_those_in_branches_give(schedule, layers, monkeypatch):
     """The form for GPUs, where XLA would copy all slots and sums that a branch returns."""
     changes = dict(schedule=schedule, **SCHEDULES[schedule], microbatches=4, remat="elementwise", policy="zero3")
+    changes |= layers
     run = lambda model: tuple(jax.tree.leaves(jax.jit(model.loss_and_grad)(params_of(model), make_batch())))  # noqa: E731
     loops = lambda model: sum(  # noqa: E731
         e.primitive.name == "while" for e in equations(model.loss_and_grad, model.shapes, make_batch())
@@ -83,7 +95,7 @@ def test_stages_that_act_in_loops_of_at_most_one_turn_give_what_those_in_branche
     model = build((2, 2, 2), **changes)
     assert loops(model) >= before + 4  # F, the head, B and the embedding's gradient
     for looped, branched in zip(run(model), expected, strict=True):
-        np.testing.assert_allclose(looped, branched, rtol=0, atol=1e-6 * max(1e-30, np.abs(branched).max()))
+        np.testing.assert_allclose(looped, branched, rtol=0, atol=1e-6 * np.abs(branched).max(initial=1e-30))
     counted = flops_by_direction(step_program(model, *make_batch()["tokens"].shape), rank=dict(pp=0, dp=0, tp=0))
     assert counted["forward"] > 0  # loops whose turns depend on data could not be counted
 

@@ -116,22 +116,29 @@ def _critical(schedule: Schedule, acts: dict, time_of: dict[str, float], kind: s
 
 
 def name_of(op_name: str) -> str:
-    """The name of a conditional in `shares_of`, from its operation's name; "" if it has none.
+    """The name of a conditional in `shares_of`, from its operation's name; "" if it has none, as in a loop over layers,
+    where stages differ.
 
     >>> name_of("jit(step)/while/body/closed_call/F/cond"), name_of("jit(step)/while/body/F/cond/branch_1_fun/cond")
     ('F', 'F/end')
     >>> name_of("jit(step)/while/body/FB/cond/branch_1_fun/F/cond"), name_of("jit(step)/while/body/B/cond/while")
     ('FB/F/end', 'B')
+    >>> name_of("step/body/F/cond/while/body/cond"), name_of("step/body/F/cond/while/body/while/body/cond")
+    ('F/end', '')
     """
     parts = op_name.removesuffix("/while").split("/")
     if parts[-1] != BRANCH or "body" not in parts:
         return ""
     scopes = [index for index, part in enumerate(parts) if part in PASSES]
-    outermost = parts[scopes[0] if scopes else 0 :].count(BRANCH) == 1
+    of_pass = parts[scopes[0] if scopes else 0 :]
+    outermost = of_pass.count(BRANCH) == 1
     if not scopes:
         return "exit" if outermost else ""
     if outermost:
         return parts[scopes[0]]
+    inside = of_pass[of_pass.index(BRANCH) + 1 : -1]
+    if "while" in inside[inside[:1] == ["while"] :]:
+        return ""
     return "/".join([*dict.fromkeys((parts[scopes[0]], parts[scopes[-1]])), "end"])
 
 
