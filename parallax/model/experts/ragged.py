@@ -337,14 +337,18 @@ def _placeholders_backward(
         gradients.append(given.gradients(slices, rows, dy_ND, *order))
 
     sums = (*(_unset(array, given.units) for array in (given.x_ND, weights_NK[:, :1])), [])
-    kernels, add_round = [None] * len(given.experts), None
+    kernels, is_alone = [None] * len(given.experts), len(rounds) == 1
     for slices, rows, of_round in zip(rounds, received, gradients):
-        kernels = add_round(kernels) if add_round else kernels
         sums, x = given.add_to_tokens(slices, of_round, sums), rows.x
         if sizes.send_again:
             before = None if kernels[0] is None else sum(_probe(sums.kernels) for sums in kernels)
             x = given.send(given.x_ND, slices, len(rows.weights) // UNIT_ROWS, before)
         add_round = functools.partial(given.add_to_kernels, slices, x, of_round)
+        kernels = kernels if is_alone else add_round(kernels)
+
+    # Alone, a round is multiplied inside the branch. Of two rounds the second one adds to what would be copied there.
+    def sums_of_kernels() -> list[KernelSums]:
+        return add_round(kernels) if is_alone else kernels
 
     def recomputed(number: Array) -> tuple[Slices, ReceivedRows, RowGradients]:
         slices = sizes.further_slices(given.counts_PE, number)
@@ -363,7 +367,7 @@ def _placeholders_backward(
         return _summed(sums[0], given.rows), _summed(sums[1], given.rows.of_choices()), sums[2]
 
     dx, dweights, most = _remaining_rounds(sizes, given, lambda: sums, further_tokens, of_tokens)
-    kernels = _remaining_rounds(sizes, given, lambda: add_round(kernels), further_kernels, lambda kernels: kernels)
+    kernels = _remaining_rounds(sizes, given, sums_of_kernels, further_kernels, lambda kernels: kernels)
     of_d_gate, of_d_up, of_hidden = most
     most = (of_x, of_d_gate), (of_x, of_d_up), (of_hidden, given.experts.down.most(dy_ND))
     d_experts = given.experts.with_gradients(kernels, most)
