@@ -17,6 +17,7 @@ from parallax.model.embedding import EMBEDDINGS
 from parallax.pipeline.loss_and_grads import logits_of_batch, loss_and_grads, loss_of_batch, observations
 from parallax.pipeline.model_on_mesh import ModelOnMesh
 from parallax.sharding.activations import SHARED_ROWS
+from parallax.sharding.compiler import RUN_ONCE
 from parallax.sharding.layout import Layout
 
 
@@ -41,8 +42,8 @@ class ShardedModel(ModelOnMesh):
     @functools.cached_property
     def _draw(self) -> Any:
         """Initial parameters as a compiled function of a key."""
-        # On CPU, XLA takes about a second per parameter to optimise the random draw, which runs only once.
-        options = {"xla_backend_optimization_level": 0} if self.is_simulated else None
+        # On CPU, XLA takes about a second per parameter to optimise the random draw.
+        options = RUN_ONCE if self.is_simulated else None
 
         def declare(key: Array) -> Any:
             drawn = nn.meta.unbox(self.parts.declare(key))

@@ -68,6 +68,12 @@ ABSENT = {"xla_gpu_mock_custom_calls": True}
 # in bfloat16, since their weights have different scales.
 FLOAT8_ON_GPU = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_dot_merger_threshold_mb": 0}
 
+# For programs of simulated devices that run once: their code is slow, and made in a fraction of the time. By default
+# XLA makes a module of each fusion, some 16 ms of CPU time; only jaxlib 0.10 has the earlier form beside it.
+RUN_ONCE: dict[str, bool | int] = {"xla_backend_optimization_level": 0}
+if version_of("jaxlib").startswith("0.10."):
+    RUN_ONCE["xla_cpu_use_fusion_emitters"] = False
+
 Said = tuple[tuple[str, bool | int], ...]
 
 

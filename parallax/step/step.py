@@ -17,7 +17,7 @@ from parallax.errors import ConfigError
 from parallax.model.batch import BATCH_ARRAYS, GROUPS
 from parallax.model.products import latest_amax
 from parallax.pipeline import ShardedModel
-from parallax.sharding.compiler import compiler_options, copies_what_branches_return
+from parallax.sharding.compiler import RUN_ONCE, compiler_options, copies_what_branches_return
 from parallax.sharding.host import is_on_host, rests_on_host, to_device, to_host
 from parallax.sharding.layout import named_leaves
 from parallax.sharding.mesh import make_mesh
@@ -106,7 +106,9 @@ def init_state(model: ShardedModel, tx: optax.GradientTransformation, seed: int)
         opt_state = in_their_memory(tx.init(widened(jax.tree.map(to_device, params))), shardings.opt_state)
         return TrainState(jnp.int32(0), None, opt_state, init_guard())
 
-    return jax.jit(rest, out_shardings=shardings._replace(params=None))(params)._replace(params=params)
+    options = RUN_ONCE if model.is_simulated else None
+    jitted = jax.jit(rest, out_shardings=shardings._replace(params=None), compiler_options=options)
+    return jitted(params)._replace(params=params)
 
 
 @in_32_bits()
