@@ -1,13 +1,13 @@
 """What published programs do otherwise than this project's, by their recipes: a step's work and messages *as theirs*.
 
-No file of a published program says how long its parts take, and nothing here is fitted to a time. A program other than
-this one keeps what its backward pass needs where it was written, without slots; sums gradients by reduce-scatters, and
-takes maxima, by which it rounds, on each rank. Its experts multiply the rows of one after another, each in a product of
-its own, and their rows are moved as `Mixture` says.
+Nothing here is fitted to a time but HOST_SECS. A program other than this one keeps what its backward pass needs where
+it was written, without slots; sums gradients by reduce-scatters, and takes maxima, by which it rounds, on each rank.
+Each of its experts multiplies its rows in a product of its own, and rows are moved as `Mixture` says.
 """
 
 import math
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 # Exchanges of a mixture's tokens: each chosen expert gets a copy of the token by NCCL's all-to-all, or each rank and
@@ -32,6 +32,8 @@ class Theirs(NamedTuple):
         False  # whether a token's experts are next to each other, in place of any; of either all have as many
     )
     slots: bool = False  # whether it copies activations to and from slots, as scans of XLA do
+    host_secs: float = 0.0  # in which its host launches what a layer of experts needs, forward and backward
+    blocks: tuple[int, ...] = ()  # tokens of the blocks that attention computes in windows, forward and backward
 
 
 # By the program, the first word of a row's title, for rows on GPUs that are not below:
@@ -63,6 +65,10 @@ PROGRAMS = {
 #   Qwen3-30B. The exchange of tokens hides nowhere.
 DATA, ALL, WITH_CP = Theirs("dp"), Theirs("tp pp dp"), Theirs("tp pp dp cp")
 TOKENS = DATA._replace(exchange=ALL_TO_ALL)
+# Without CUDA graphs of whole steps Megatron-Bridge launches each operation of a mixture from the host, and waits for
+# the numbers of rows. Derived from one row: Qwen3-30B-A3B on 16 H100 takes 9.5 ms for each layer of a microbatch of one
+# window, for which a plan has 6 ms of the GPU's work.
+HOST_SECS = 9.5e-3
 THEIRS = {
     "NeMo, Llama-3.1-8B on 8 H100": Theirs("dp cp"),
     "NeMo, Llama-3.1-8B on 8 H100 in FP8": Theirs("dp cp"),
@@ -97,11 +103,11 @@ THEIRS = {
     "NeMo, LoRA of Llama-3-8B on 8 H100": DATA,
     "NeMo, fine-tuning of Llama-3-70B on 32 H100": ALL,
     "NeMo, LoRA of Llama-3-70B on 8 H100": Theirs("pp"),
-    "Megatron-Bridge, Qwen3-30B-A3B on 16 H100 in FP8": DATA._replace(exchange=ONCE),
-    "Megatron-Bridge, gpt-oss-120b on 64 H100": TOKENS._replace(recomputes=True),
-    "Megatron-Bridge, gpt-oss-120b on 64 B200": TOKENS._replace(recomputes=True),
-    "Megatron-Bridge, Qwen3-30B-A3B on 8 B200 in MXFP8": DATA._replace(exchange=ONCE),
-    "Megatron-Bridge, Qwen3-235B-A22B on 256 B200 in MXFP8": TOKENS,
+    "Megatron-Bridge, Qwen3-30B-A3B on 16 H100 in FP8": DATA._replace(exchange=ONCE, host_secs=HOST_SECS),
+    "Megatron-Bridge, gpt-oss-120b on 64 H100": TOKENS._replace(recomputes=True, host_secs=HOST_SECS),
+    "Megatron-Bridge, gpt-oss-120b on 64 B200": TOKENS._replace(recomputes=True, host_secs=HOST_SECS),
+    "Megatron-Bridge, Qwen3-30B-A3B on 8 B200 in MXFP8": DATA._replace(exchange=ONCE, host_secs=HOST_SECS),
+    "Megatron-Bridge, Qwen3-235B-A22B on 256 B200 in MXFP8": TOKENS._replace(host_secs=HOST_SECS),
     "NeMo, Nemotron-4-15B on 64 B200 in FP8": DATA,
     "NeMo, Nemotron-4-340B on 128 B200 in FP8": ALL,
     "NeMo, Llama-3-70B on 64 B200 in FP8": WITH_CP,
@@ -109,6 +115,8 @@ THEIRS = {
     "NeMo, Llama-3.1-70B on 256 H200 in FP8": Theirs("pp dp"),
     "NeMo, Mixtral-8x7B on 256 H200": TOKENS,
 }
+# MaxText's splash kernel has blocks of these sizes in windows, too: sa_block_q and sa_block_kv, and those of dkv.
+THEIRS |= {f"MaxText, gpt-oss-120b on {chips} v7x": XLA._replace(sums="", blocks=(1024, 2048)) for chips in (64, 256)}
 # Commands of llm.q that recompute: --recompute-ffn or -swiglu, and -norm.
 THEIRS |= {
     title: Theirs(recomputes=True)
@@ -134,6 +142,7 @@ def as_theirs(traced: Any, theirs: Theirs, settings: Any, topology: Any) -> Any:
     products = [
         op for op in traced.products if theirs.recomputes or op.direction != RECOMPUTE or op.kernel == ATTENTION
     ]
+    products = in_blocks(products, settings.data.seq, *theirs.blocks) if theirs.blocks else products
     products += between_products(settings, theirs)
     sent = [call for call in traced.sent if not _is_of_maxima(call) and call.module != LAYERS_ON_RANKS]
     if theirs.exchange and settings.model.has_mixtures:
@@ -142,6 +151,25 @@ def as_theirs(traced: Any, theirs: Theirs, settings: Any, topology: Any) -> Any:
         products += mixture.products()
         sent = [call for call in sent if not _is_of_exchange(call)] + [*mixture.sent()]
     return traced._replace(products=[op for op in products if op.kernel not in left_out], sent=sent)
+
+
+def in_blocks(products: Sequence[Any], seq: int, forward: int, backward: int) -> list[Any]:
+    """The same work with attention in windows by blocks of so many tokens, each of which sees itself and the one before
+    it, of those that layers without a window compute in blocks up to the diagonal."""
+    from parallax.config.sections import ATTENTION
+
+    most = {op.direction: op.flops for op in sorted(products, key=lambda op: op.flops) if op.kernel == ATTENTION}
+    whole: Counter = Counter()
+    for op in products:
+        if op.kernel == ATTENTION and 2 * op.flops > most[op.direction]:
+            whole[op.direction] += op.flops  # the backward pass has two kernels
+    made = []
+    for op in products:
+        if op.kernel == ATTENTION and 2 * op.flops <= most[op.direction]:
+            blocks = seq // (backward if op.direction == "backward" else forward)
+            op = op._replace(flops=round(whole[op.direction] * (2 * blocks - 1) / (blocks * (blocks + 1) / 2)))
+        made.append(op)
+    return made
 
 
 def between_products(settings: Any, theirs: Theirs) -> Iterator[Any]:
@@ -190,6 +218,11 @@ class Mixture:
         self.again = settings.pipeline.remat == "layer" and theirs.recomputes
         # Ranks of an exchange that are on one host: those of tp come first.
         self.local = max(1, min(sizes["ep"], topology.shape[-1] // sizes["tp"]))
+
+    @property
+    def host_secs(self) -> float:
+        """Seconds in which the host launches the layers of experts."""
+        return self.runs * self.theirs.host_secs
 
     @property
     def passes(self) -> list[str]:
