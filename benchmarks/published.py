@@ -4,15 +4,15 @@
     python benchmarks/published.py [--rows 23]
 
 With --analytic a step is planned from its trace; nothing is compiled. It is planned twice: as this project's program,
-and *as theirs*, with what the published program does otherwise by its recipe: messages that it sends beside its work,
-nothing recomputed between products, experts in grouped products. *Half* is the one to which constants of prices were
-fitted, or the one held out, by which plans are judged; *unseen* are rows that were added later, *blind* those that were
-planned once, after all prices were mended, and *new* those that were entered since and not yet planned: the last two
-are left out unless asked for. Nothing is fitted to new rows: they are judged as held out. The last lines have the error
-of each half, of both plans. Without it steps are compiled on a machine without chips, with kernels at their peak, which
-needs XLA's compilers: pip install -e '.[tpu]' or '.[gpu-compiler]'. A column *of it* is the share of the published
-time. A published rate of tokens or FLOP/s is taken as the time of a step. A row has the model, batch, mesh and
-recompute of the published step, where these have words here; the program is this project's.
+and *as theirs*, with what the published program does otherwise by its recipe (benchmarks/theirs.py). *Half* is the one
+to which constants of prices were fitted, or the one held out, by which plans are judged; *unseen* are rows that were
+added later, *blind* those that were planned once, after all prices were mended, and *new* those that were entered since
+and not yet planned: the last two are left out unless asked for. Nothing is fitted to new rows: they are judged as held
+out. The last lines have the error of each half, of both plans. Without it steps are compiled on a machine without
+chips, with kernels at their peak, which needs XLA's compilers: pip install -e '.[tpu]' or '.[gpu-compiler]'. A column
+*of it* is the share of the published time. A published rate of tokens or FLOP/s is taken as the time of a step. A row
+has the model, batch, mesh and recompute of the published step, where these have words here; the program is this
+project's.
 """
 
 import math
@@ -32,6 +32,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from arguments import Arguments, config_of, run_benchmark
+from theirs import Mixture, as_theirs, theirs_of
 
 
 class Published(NamedTuple):
@@ -196,6 +197,9 @@ NEMO_15B = NEMOTRON_15B | at(64, 4096, dp=8, tp=2) | microbatches(4, "zero1") | 
 BRIDGE_8B = LLAMA_8B | at(128, 8192, dp=8) | ALL_FLOAT8 | {"model.matmul_scales": "current"} | remat("elementwise")
 MAXTEXT_70B = LLAMA_70B | at(256, 8192, dp=128) | microbatches(1) | remat("elementwise core out ffn") | CHUNKS
 FORGE = microbatches(2) | FULL
+# llm.q shards weights and gradients with --shard-weights and --shard-gradients alone. With zero1 sums of gradients are
+# in float32 here.
+UNSHARDED = {"data_parallel.policy": "zero1", "pipeline.grads_dtype": "float32"}
 ON_LLMQ = QWEN_7B | BFLOAT16 | {"data.seq": 1024, "data.global_batch": 512, "pipeline.grads_dtype": "bfloat16"}
 TITAN_8B = LLAMA_8B | at(16, 8192, dp=8) | microbatches(1) | EVERY_SECOND | CHUNKS
 GPU_ROWS = [
@@ -219,9 +223,9 @@ GPU_ROWS = [
     gpus("llm.q, Qwen2.5-7B on one H100 in FP8", 27.314, f"{LLMQ}/H100x1.md", "H100:1",
          ON_LLMQ | microbatches(32) | remat("elementwise ffn") | ALL_FLOAT8),
     gpus("llm.q, Qwen2.5-7B on 8 H100", 4.649, f"{LLMQ}/H100x8.md", "H100:8",
-         ON_LLMQ | microbatches(8) | remat("elementwise")),
+         ON_LLMQ | microbatches(8) | remat("elementwise") | UNSHARDED),
     gpus("llm.q, Qwen2.5-7B on 8 H100 in FP8", 3.292, f"{LLMQ}/H100x8.md", "H100:8",
-         ON_LLMQ | microbatches(4) | remat("elementwise") | ALL_FLOAT8),
+         ON_LLMQ | microbatches(4) | remat("elementwise") | ALL_FLOAT8 | UNSHARDED),
     Published("this project, 1.2B on one H100", 3.83, HERE, "gpu_80gb", "H100:1", packed=True),
     Published("this project, 1.2B on one H100 in FP8", 0.837, HERE, "gpu_80gb", "H100:1",
               {"data.global_batch": 32, "pipeline.microbatches": 4} | FLOAT8, packed=True),
@@ -299,7 +303,7 @@ NEMO_340B = NEMOTRON_340B | interleaved(12) | at(32, 4096, pp=8, dp=2, tp=8) | m
 NEMO_340B |= remat("elementwise core")
 NEMO_175B = GPT3 | interleaved(12) | at(256, 2048, pp=8, dp=4, tp=4) | microbatches(64, "zero1") | remat("elementwise")
 LLMQ_1_5B = ON_LLMQ | QWEN_1_5B | microbatches(16) | remat("elementwise")
-LLMQ_3B = ON_LLMQ | QWEN_3B | microbatches(4) | remat("elementwise")
+LLMQ_3B = ON_LLMQ | QWEN_3B | microbatches(4) | remat("elementwise") | UNSHARDED
 UNSEEN_ROWS = [
     Published("axlearn, Fuji-7B on 32 v5e", 1.93, AXLEARN, "llama2_7b_64", "v5e:4x8",
               FUJI_7B | at(64, 2048, dp=8, replica=4)),
@@ -584,9 +588,9 @@ BLIND_ROWS = [
     gpus("llm.q, Qwen2.5-1.5B on one RTX 4090 in FP8", 25.792, f"{LLMQ}/4090x1.md", "RTX4090:1",
          ON_LLMQ | QWEN_1_5B | microbatches(128) | remat("elementwise") | {"loss.chunk_tokens": 1024} | ALL_FLOAT8),
     gpus("llm.q, Qwen2.5-0.5B on 4 RTX 4090", 3.384, f"{LLMQ}/4090x4.md", "RTX4090:4",
-         ON_LLMQ | QWEN_0_5B | microbatches(8) | remat("elementwise") | {"loss.chunk_tokens": 8192}),
+         ON_LLMQ | QWEN_0_5B | microbatches(8) | remat("elementwise") | {"loss.chunk_tokens": 8192} | UNSHARDED),
     gpus("llm.q, Qwen2.5-1.5B on 4 RTX 4090 in FP8", 7.287, f"{LLMQ}/4090x4.md", "RTX4090:4",
-         ON_LLMQ | QWEN_1_5B | microbatches(16) | remat("elementwise") | CHUNKS | ALL_FLOAT8),
+         ON_LLMQ | QWEN_1_5B | microbatches(16) | remat("elementwise") | CHUNKS | ALL_FLOAT8 | UNSHARDED),
 ]  # fmt: skip
 # Rows that were entered after the blind ones had been planned, in a commit of their own, before any of them was.
 MAXTEXT_V4 = "https://github.com/AI-Hypercomputer/maxtext/blob/281e04b/README.md"
@@ -752,80 +756,6 @@ NEW_ROWS = [
 ROWS = [*TPU_ROWS, *GPU_ROWS, *OTHER_ROWS, *UNSEEN_ROWS, *BLIND_ROWS, *NEW_ROWS]
 
 
-class Theirs(NamedTuple):
-    """What a published program does otherwise, by its recipe, not by its time."""
-
-    hides: str = ""  # axes over which it sends beside its work
-    recomputes: bool = False  # what is between products; attention is recomputed as here
-    experts: str = ""  # "grouped": one product of all, "apart": one of each; with "" in blocks of rows, as here on GPUs
-
-
-# The recipes of NVIDIA's programs, each at the version that its page names:
-# - 24.07: NeMo-Framework-Launcher, launcher_scripts/conf/training; 25.01 and 25.02: dgxc-benchmarking, the model's yaml
-#   and configure.sh; of the H200: gpu-recipes, src/frameworks/a3ultra/nemo-configs. There `ub_tp_comm_overlap` is tp,
-#   `overlap_p2p_comm` pp, and `overlap_grad_sync` and `overlap_param_sync` are dp.
-# - later: NeMo, nemo/collections/llm/recipes, and Megatron-Bridge at v0.4.2, scripts/performance/configs: tp is
-#   `tp_comm_overlap`; pp hides with virtual stages, and dp if it is more than 1, in MegatronCommOverlapCallback and
-#   comm_overlap.py.
-# - cp hides, since keys go from rank to rank beside attention: TransformerEngine's `cp_comm_type` is "p2p" by default.
-# - `activations_checkpoint_granularity` and `recompute_modules` are empty, or "selective", which is attention; those of
-#   gpt-oss are layernorm and moe_act. `moe_grouped_gemm` is false in NeMo's yaml, and true in Megatron-Bridge. The
-#   exchange of tokens hides nowhere.
-DATA, ALL, WITH_CP = Theirs("dp"), Theirs("tp pp dp"), Theirs("tp pp dp cp")
-THEIRS = {
-    "NeMo, Llama-3.1-8B on 8 H100": Theirs("dp cp"),
-    "NeMo, Llama-3.1-8B on 8 H100 in FP8": Theirs("dp cp"),
-    "NeMo, Llama-3.1-70B on 64 H100": WITH_CP,
-    "NeMo, Llama-3.1-70B on 64 H100 in FP8": ALL,
-    "NeMo, Nemotron-4-15B on 16 H100": ALL,
-    "NeMo, Nemotron-4-15B on 16 H100 in FP8": ALL,
-    "Megatron-Bridge, Llama-3-8B on 8 H100 in FP8": DATA,
-    "Megatron-Bridge, Llama-3-8B on 8 B200 in FP8": DATA,
-    "Megatron-Bridge, Llama-3-8B on 8 B200 in MXFP8": DATA,
-    "Megatron-Bridge, Llama-3-70B on 64 H100 in FP8": ALL,
-    "Megatron-Bridge, Llama-3.1-405B on 1024 H100 in FP8": WITH_CP,
-    "NeMo, Llama-3.1-405B on 512 H100": WITH_CP,
-    "NeMo, Nemotron-4-340B on 128 H100": ALL,
-    "NeMo, Nemotron-4-340B on 128 H100 in FP8": ALL,
-    "NeMo, GPT-3-175B on 128 H100": ALL,
-    "NeMo, GPT-3-175B on 128 H100 in FP8": ALL,
-    "Megatron-Bridge, Llama-3.1-405B on 128 B200 in FP8": WITH_CP,
-    "Megatron-Bridge, Llama-3.1-405B on 128 B200 in MXFP8": WITH_CP,
-    "NeMo, GPT-3-20B on 64 H100 in FP8": ALL,
-    "NeMo, Llama-2-7B on 8 H100 in FP8": DATA,
-    "NeMo, Llama-2-13B on 16 H100 in FP8": Theirs("pp dp"),
-    "NeMo, Llama-2-70B on 64 H100 in FP8": ALL,
-    "NeMo, Nemotron-3-8B on 64 H100 in FP8": ALL,
-    "NeMo, Nemotron-3-22B on 64 H100 in FP8": ALL,
-    "NeMo, 8 layers of Llama-3.1-405B on 32 H100": WITH_CP,
-    "NeMo, 8 layers of Llama-3.1-405B on 32 H100 in FP8": WITH_CP,
-    "NeMo, 8 layers of Grok-1 on 64 H100": WITH_CP._replace(experts="apart"),
-    "NeMo, 8 layers of Grok-1 on 64 H100 in FP8": WITH_CP._replace(experts="apart"),
-    "NeMo, Grok-1 on 512 H100": WITH_CP._replace(experts="apart"),
-    "NeMo, fine-tuning of Llama-3-8B on 8 H100": DATA,
-    "NeMo, LoRA of Llama-3-8B on 8 H100": DATA,
-    "NeMo, fine-tuning of Llama-3-70B on 32 H100": ALL,
-    "NeMo, LoRA of Llama-3-70B on 8 H100": Theirs("pp"),
-    "AutoModel, Qwen3-30B-A3B on 8 H100": Theirs(recomputes=True, experts="grouped"),
-    "AutoModel, gpt-oss-20b on 8 H100": Theirs(recomputes=True, experts="grouped"),
-    "AutoModel, DeepSeek-V3 on 256 H100": Theirs(recomputes=True, experts="grouped"),
-    "Megatron-Bridge, Qwen3-30B-A3B on 16 H100 in FP8": DATA._replace(experts="grouped"),
-    "Megatron-Bridge, gpt-oss-120b on 64 H100": Theirs("dp", recomputes=True, experts="grouped"),
-    "Megatron-Bridge, gpt-oss-120b on 64 B200": Theirs("dp", recomputes=True, experts="grouped"),
-    "Megatron-Bridge, Qwen3-30B-A3B on 8 B200 in MXFP8": DATA._replace(experts="grouped"),
-    "Megatron-Bridge, Qwen3-235B-A22B on 256 B200 in MXFP8": DATA._replace(experts="grouped"),
-    "NeMo, Nemotron-4-15B on 64 B200 in FP8": DATA,
-    "NeMo, Nemotron-4-340B on 128 B200 in FP8": ALL,
-    "NeMo, Llama-3-70B on 64 B200 in FP8": WITH_CP,
-    "NeMo, Mixtral-8x7B on 64 B200 in FP8": DATA._replace(experts="grouped"),
-    "NeMo, Llama-3.1-70B on 256 H200 in FP8": Theirs("pp dp"),
-    "NeMo, Mixtral-8x7B on 256 H200": DATA._replace(experts="apart"),
-    "Megatron-Bridge, Llama-3-70B on 64 H100 in FP8, 128 rows": ALL,
-    "Megatron-Bridge, Llama-3.1-405B on 1024 H100 in FP8, 512 rows": WITH_CP,
-    "Megatron-Bridge, fine-tuning of Llama-3-70B on 32 H100 in FP8": ALL,
-    "Megatron-Bridge, LoRA of Llama-3-70B on 8 H100 in FP8": Theirs("tp pp"),
-    "Megatron-Bridge, Qwen3-30B-A3B on 8 B200 in MXFP8, one row at once": DATA._replace(experts="grouped"),
-}
 # Hosts with four GPUs have no switch: each of their 18 links leads to another GPU, six to each (NVIDIA's blog,
 # "Introducing NVIDIA HGX H100": 300 GB/s in both directions between two). By the program of these rows.
 PAIR_LINKS = {"KempnerForge": 6}
@@ -980,24 +910,12 @@ def planned_secs(row: Published) -> tuple[float, float]:
         traced_work(model, settings),
     )
     ours = estimate(settings, topology, held, traced, host, packed=row.packed).secs
-    if not (theirs := THEIRS.get(row.title)):
+    if not (theirs := theirs_of(row.title, on_gpus=not topology.is_tpu)):
         return ours, ours
-    work = traced._replace(products=as_theirs(traced.products, theirs))
-    hidden = dict(packed=row.packed, hidden_axes=theirs.hides.split())
-    return ours, estimate(settings, topology, held, work, host, **hidden).secs
-
-
-def as_theirs(products: Sequence[Any], theirs: Theirs) -> list[Any]:
-    """The work of a program that recomputes no operation between products, or multiplies experts otherwise."""
-    from parallax.analysis.planned.step_time import GROUPED_PRODUCTS, IN_BLOCKS
-    from parallax.config.sections import ATTENTION
-
-    kernels = {"grouped": GROUPED_PRODUCTS, "apart": "", "": IN_BLOCKS}
-    left = [op for op in products if theirs.recomputes or op.direction != "recompute" or op.kernel == ATTENTION]
-    of_experts = {IN_BLOCKS: kernels[theirs.experts]}
-    # Blocks are copied for their products alone.
-    left = [op for op in left if op.flops or op.kernel != IN_BLOCKS or not theirs.experts]
-    return [op._replace(kernel=of_experts.get(op.kernel, op.kernel)) for op in left]
+    work = as_theirs(traced, theirs, settings, topology)
+    hidden = dict(packed=row.packed, hidden_axes=theirs.hides.split(), sums=theirs.sums)
+    step = estimate(settings, topology, held, work, host, **hidden)
+    return ours, max(step.secs, Mixture(settings, topology, theirs).host_secs / (1 - step.bubble))
 
 
 def compiled_secs(row: Published) -> float:

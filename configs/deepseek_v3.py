@@ -10,7 +10,7 @@ Numbers:  DeepSeek-AI 2024, "DeepSeek-V3 Technical Report", section 4.2, and the
 Command:  python train.py --config=configs/deepseek_v3.py --config.data.path=FILES --config.data.tokenizer=FILE
 Hardware: 512 TPU v5p chips (95 GB each).
 Memory:   about 68 GiB a chip, in closed form; not yet compiled.
-Time:     in closed form 51.5 s a step (MFU 34.8 %); on v7x this model is planned 0.7 to 0.8 of its published time
+Time:     in closed form 60.4 s a step (MFU 29.6 %); on v7x this model is planned 0.94 to 1.03 of its published time
           (docs/measured/published.md). Not yet run.
 Loss:     not yet run.
 """

@@ -7,7 +7,7 @@ Command:  python train.py --config=configs/gpu_24gb.py --config.data.path=FILES 
 Hardware: one NVIDIA GPU of 24 GB that has bfloat16, as RTX 3090 and 4090, L4, A10.
 Memory:   14.4 GiB of 24, as planned (python -m parallax.plan --topology=RTX4090:1), 14.5 as compiled; JAX reserves 18
           by default. pipeline.microbatches=8 takes 23.9 as compiled, and half as much time again.
-Time:     planned, not yet run: 9.0 s a step on an RTX 4090 (MFU 42 %), 12.4 on an A10, 15.7 on an L4, 18.6 on a 3090.
+Time:     planned, not yet run: 8.3 s a step on an RTX 4090 (MFU 45 %), 12.4 on an A10, 15.7 on an L4, 17.0 on a 3090.
 Loss:     not yet run.
 """
 

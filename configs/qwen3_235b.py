@@ -8,7 +8,7 @@ Numbers:  the published configuration (Qwen Team 2025, "Qwen3 Technical Report",
 Command:  python train.py --config=configs/qwen3_235b.py --config.data.path=FILES --config.data.tokenizer=FILE
 Hardware: 256 TPU v5p chips (95 GB each).
 Memory:   about 71 GiB a chip, in closed form; not yet compiled.
-Time:     in closed form 29.1 s a step (MFU 36.4 %); on v7x this model is planned 0.7 to 0.8 of its published time
+Time:     in closed form 33.0 s a step (MFU 32.1 %); on v7x this model is planned 0.81 to 0.91 of its published time
           (docs/measured/published.md). Not yet run.
 Loss:     not yet run.
 """

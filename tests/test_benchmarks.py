@@ -22,7 +22,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 FOLDER = ROOT / "benchmarks"
 # What they share, the models that bare.py and gspmd.py compare with, which these run, layers of overlap.py, and the
 # picture of timeline.py.
-MODULES = {"arguments.py", "bare_model.py", "gspmd_model.py", "joined.py", "timeline_picture.py"}
+MODULES = {"arguments.py", "bare_model.py", "gspmd_model.py", "joined.py", "theirs.py", "timeline_picture.py"}
 NAMES = sorted({path.name for path in FOLDER.glob("*.py")} - MODULES)  # so that none is forgotten
 PAIRS = r"( [\d.,]+ / [\d.,]+ \| [+−]\d+\.\d % \|){3}"  # predicted, compiled and the error
 # What is run of each, --smoke apart, and a line of figures that it must print.

@@ -287,6 +287,12 @@ INTERFERENCE = (
     "https://arxiv.org/abs/2507.03114: compute is 18.9 % slower beside messages, and both one after the other take "
     "10.2 % longer than that; so 0.189 of (1.189 * 1.102 - 1), of A100, H100, MI210 and MI250 together"
 )
+RTX_4090 = "https://github.com/zzc0721/torch-performance-test-data/issues/78: 159 TFLOP/s at 2048 to 10,240, of 165.2"
+RTX_5090 = "https://github.com/pytorch/pytorch/pull/155991: 389 TFLOP/s in float8 at 4096 on an RTX 5090, of 419"
+AMPERE_KERNELS = (
+    "https://github.com/gpu-mode/ring-attention/issues/10: FlashAttention-2 on an RTX A5000 at 512 to 8192 tokens, 82 "
+    "TFLOP/s forward and 53 to 77 backward, of 111"
+)
 BOOK = "https://github.com/jax-ml/scaling-book/blob/0819a7d/tpus.md: a link's one-way bandwidth, over the data sheet's"
 
 
@@ -298,6 +304,7 @@ class Figure(NamedTuple):
 
 
 _SPLASH = AttentionShares(0.45, 0.45, 1450)
+_AMPERE = AttentionShares(0.74, 0.71, 240)
 _TPU = dict(
     products=Figure(0.93, FITTED),
     narrow_products=Figure(0.93, SAME),
@@ -340,7 +347,10 @@ SOURCES_OF_REACHED["NVIDIA H100"] = _H100
 # Cards with less FLOP/s for their power and memory than an H100.
 for _name in ("NVIDIA RTX 4090", "NVIDIA RTX 3090", "NVIDIA L4", "NVIDIA A10"):
     SOURCES_OF_REACHED[_name] |= dict(products=Figure(0.8, ASSUMED), narrow_products=Figure(0.8, ASSUMED))
-    SOURCES_OF_REACHED[_name] |= dict(links=Figure(0.76, NCCL_ASSUMES))
+    SOURCES_OF_REACHED[_name] |= dict(links=Figure(0.76, NCCL_ASSUMES), attention=Figure(_AMPERE, AMPERE_KERNELS))
+# Those for games multiply at half of the rate if sums are in float32, so that little else is waited for.
+for _name in ("NVIDIA RTX 4090", "NVIDIA RTX 3090"):
+    SOURCES_OF_REACHED[_name] |= dict(products=Figure(0.96, RTX_4090), narrow_products=Figure(0.93, RTX_5090))
 for _name in ("NVIDIA A100", "NVIDIA B200"):
     SOURCES_OF_REACHED[_name] |= dict(links=Figure(0.8, NCCL_ASSUMES))
 REACHED = {

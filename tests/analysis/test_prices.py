@@ -9,17 +9,22 @@ import numpy as np
 import pytest
 
 from parallax.analysis.planned.layouts import model_on_topology, with_keys
+from parallax.analysis.planned.moves import SentPerUse
 from parallax.analysis.planned.plan import estimate_parts
 from parallax.analysis.planned.step_time import (
     GROUPED_PRODUCTS,
     IN_BLOCKS,
+    OF_SLOTS,
     PUBLISHED_OVER_PLANNED,
     Estimate,
     OpCost,
+    TracedWork,
+    messages,
     op_secs,
     traced_work,
 )
 from parallax.analysis.planned.topology import read_topology
+from parallax.analysis.traced.collectives import Sent
 from parallax.config.sections import ATTENTION
 from parallax.config.settings import default_settings
 from parallax.hardware import chips
@@ -91,6 +96,14 @@ def published(monkeypatch):
     return published
 
 
+@pytest.fixture
+def theirs(published):
+    """benchmarks/theirs.py."""
+    import theirs
+
+    return theirs
+
+
 def test_the_split_of_the_published_steps_is_the_one_that_was_drawn(published):
     rows, held_out = [*published.TPU_ROWS, *published.GPU_ROWS], published.HELD_OUT
     titles = [row.title for row in published.ROWS]
@@ -124,27 +137,100 @@ def test_rows_that_judge_prices_once_are_legal_on_their_topologies(published):
         model_on_topology(*published.settings_of(row))
 
 
-def test_each_program_that_does_otherwise_is_a_row(published):
-    titles = {row.title: row for row in published.ROWS}
-    assert published.THEIRS.keys() <= titles.keys()
-    for title, theirs in published.THEIRS.items():
-        assert {*theirs.hides.split()} <= {"tp", "pp", "dp", "cp"} and theirs.experts in ("", "grouped", "apart")
-        assert published.kind_of(titles[title]).startswith("GPUs")
-        assert bool(theirs.experts) == published.kind_of(titles[title]).endswith("mixture"), title
+def test_each_program_that_does_otherwise_is_a_row(published, theirs):
+    rows = {row.title: row for row in published.ROWS}
+    others = {title: theirs.theirs_of(title, on_gpus="GPU" in published.kind_of(row)) for title, row in rows.items()}
+    assert theirs.THEIRS.keys() <= rows.keys()
+    for title, other in others.items():
+        on_tpus, mixture = (word in published.kind_of(rows[title]) for word in ("TPUs", "mixture"))
+        assert (other is None) == (title.startswith("this project") or (on_tpus and "gpt-oss" not in title)), title
+        if other is not None:
+            assert {*other.hides.split()} <= {"tp", "pp", "dp", "cp"} and bool(other.blocks) == on_tpus
+            assert other.sums in (("",) if on_tpus else ("bfloat16", "float32"))
+            assert other.exchange or on_tpus or not mixture, title
+            assert not other.host_secs or mixture
 
 
-def test_as_theirs_leaves_out_what_their_recipe_does_not_do(published):
-    def op(direction, kernel, flops):
+def traced(products=(), sent=()):
+    return TracedWork([*products], [*sent], 1.0, 0.0)
+
+
+def test_as_theirs_leaves_out_what_their_recipe_does_not_do(theirs):
+    def op(direction, kernel="", flops=0):
         return OpCost(flops, 1, direction, 1, kernel=kernel)
 
-    ours = [op("forward", "", 2), op("recompute", "", 0), op("recompute", ATTENTION, 2)]
-    blocks = [op("forward", IN_BLOCKS, 2), op("forward", IN_BLOCKS, 0)]
-    theirs = published.Theirs
-    assert published.as_theirs(ours, theirs("tp")) == [ours[0], ours[2]]
-    assert published.as_theirs(ours, theirs(recomputes=True)) == ours
-    assert published.as_theirs(blocks, theirs()) == blocks
-    assert published.as_theirs(blocks, theirs(experts="grouped")) == [op("forward", GROUPED_PRODUCTS, 2)]
-    assert published.as_theirs(blocks, theirs(experts="apart")) == [op("forward", "", 2)]
+    settings = with_keys(HALF, {"mesh.dp": 8, "data.global_batch": 16, "pipeline.microbatches": 1})
+
+    def left(products, other):
+        work = theirs.as_theirs(traced(products), other, settings, read_topology("H100:8"))
+        return [op for op in work.products if op in products]
+
+    ours = [op("forward", flops=2), op("recompute"), op("recompute", ATTENTION, 2), op("forward", OF_SLOTS)]
+    assert left(ours, theirs.Theirs("tp")) == [ours[0], ours[2]]
+    assert left(ours, theirs.Theirs(recomputes=True)) == ours[:3]
+    assert left(ours, theirs.XLA) == ours
+    # Gate and up are read and their product written, then all three gradients and factors: of two rows, in two bytes.
+    entries = 2 * settings.data.seq * settings.model.d_ff
+    assert [op.bytes for op in theirs.between_products(settings, theirs.Theirs())] == [2 * 3 * entries, 2 * 5 * entries]
+    assert not [*theirs.between_products(settings, theirs.XLA)]
+
+
+def test_theirs_takes_no_maxima_over_ranks_and_moves_no_layers(theirs):
+    def sent(kind, size, module="mlp"):
+        return Sent(kind, ("dp",), size, 4, "backward", module, "")
+
+    ours = [sent("all-reduce", 8), sent("all-reduce", 2**20), sent("all-to-all", 2**20, "sharding/layers_on_ranks")]
+    work = theirs.as_theirs(traced(sent=ours), theirs.Theirs(), HALF, read_topology("H100:8"))
+    assert work.sent == [ours[1]]
+
+
+def test_gradients_that_are_summed_by_reduce_scatters_travel_on_rings():
+    """Between two hosts an all-to-all has the network interface of each GPU, and a ring those of all."""
+    topology = read_topology("H100:2x8")
+    call = Sent("all-to-all", ("dp",), 2**28, 1, "backward", "mlp/up", "")
+    per_use = SentPerUse(frozenset({"mlp"}), frozenset({"mlp/up"}), frozenset({"mlp/up"}))
+    settings = with_keys(HALF, {"mesh.dp": 16})
+    ours, ring, wide = (
+        messages([call], topology, settings, per_use, sums=sums)[0] for sums in ("", "bfloat16", "float32")
+    )
+    route = topology.as_reached.route(settings.mesh.sizes, ["dp"])
+    assert (ours.secs, ring.secs) == tuple(route.call_secs(kind, 2**28) for kind in ("all-to-all", "reduce-scatter"))
+    assert ring.secs < ours.secs / 3 and wide.secs == route.call_secs("reduce-scatter", 2**29)
+    assert ours.hides and ring.hides
+
+
+def test_windows_in_larger_blocks_compute_more_of_the_scores(theirs):
+    """Of 8 blocks of 1024 tokens forward those on the diagonal and beside it, 15 of 36, and of 4 of 2048 backward 7 of
+    10; layers without a window are as they were."""
+
+    def op(direction, flops):
+        return OpCost(flops, 1, direction, 1, kernel=ATTENTION)
+
+    whole = [op("forward", 360), op("backward", 300), op("backward", 400)]
+    product = OpCost(10, 1, "forward", 1)
+    made = theirs.in_blocks([*whole, op("forward", 20), op("backward", 30), product], 8192, 1024, 2048)
+    assert made == [*whole, op("forward", 150), op("backward", 490), product]
+
+
+def test_experts_of_theirs_have_the_flops_of_even_choices(published, theirs):
+    """Against ten lines by hand: rows of a rank, products and their exchange."""
+    sizes = published.mixture(2, 64, 2, 1, 256, 8, 2, 48) | {"model.d_head": 32, "model.kernel": "xla"}
+    changes = sizes | published.at(16, 256, dp=2, ep=4) | published.microbatches(2)
+    settings, topology = published.settings_of(published.gpus("a mixture", 1.0, "", "H100:8", changes))
+    tokens, choices, runs = 16 * 256 // 8 // 2, 2, 2 * 2
+    rows = tokens * choices
+    once, slow = theirs.Theirs(exchange=theirs.ONCE), theirs.Theirs(host_secs=0.5)
+    for program, copies in (
+        (theirs.Theirs(exchange=theirs.ALL_TO_ALL), 2 * 3 / 4),
+        (once, 4 * (1 - (6 * 5) / (8 * 7)) * 3 / 4),
+        (once._replace(in_turn=True), 3 / 4),
+    ):
+        mixture = theirs.Mixture(settings, topology, program)
+        flops = sum(op.flops * op.count for op in mixture.products())
+        assert flops == pytest.approx(3 * runs * 2 * rows * 64 * 48 * 3)  # forward, and two products for each backward
+        assert mixture.host_secs == 0 and theirs.Mixture(settings, topology, slow).host_secs == runs * 0.5
+        (forward, backward) = mixture.sent()
+        assert forward.bytes == backward.bytes == pytest.approx(tokens * copies * 64 * 2) and forward.count == 2 * runs
 
 
 def test_blocks_of_rows_are_known_as_such_on_gpus(published):
@@ -158,9 +244,9 @@ def test_blocks_of_rows_are_known_as_such_on_gpus(published):
         settings, topology = published.settings_of(published.gpus("a mixture", 1.0, "", where, changes))
         products = traced_work(model_on_topology(settings, topology), settings).products
         flops[kernel] = sum(op.flops * op.count for op in products if op.kernel == kernel)
-    rows = 256 * 2
-    assert flops[GROUPED_PRODUCTS] == 3 * 3 * 2 * 2 * rows * 64 * 40  # three products in three passes of two layers
-    assert 1 <= flops[IN_BLOCKS] / flops[GROUPED_PRODUCTS] < 2  # blocks are padded
+    rows, of_row = 256 * 2, 3 * 3 * 2 * 2 * 64 * 40  # three products in three passes of two layers
+    assert flops[GROUPED_PRODUCTS] == of_row * (rows + 3 * 512)  # of four groups three begin within a tile
+    assert 1 <= flops[IN_BLOCKS] / (of_row * rows) < 2  # blocks are padded
 
 
 def test_a_plan_gives_the_range_of_published_steps_beside_theirs():

@@ -33,6 +33,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 from jax.sharding import Mesh
 
@@ -50,7 +51,7 @@ from parallax.analysis.compiled.program import (
 from parallax.analysis.planned.gpu_passes import ADDS, PADDING, REDUCTIONS, SLICES_AT, GpuPasses
 from parallax.analysis.planned.layouts import model_on_topology
 from parallax.analysis.planned.moves import SentPerUse, read_by_update
-from parallax.analysis.planned.row_passes import MIXTURE, RowPasses
+from parallax.analysis.planned.row_passes import MIXTURE, ROWS_IN, RowPasses
 from parallax.analysis.planned.topology import Route, Topology, one_way, route
 from parallax.analysis.traced.collectives import Sent, sent_in_equation
 from parallax.analysis.traced.flops import (
@@ -76,6 +77,9 @@ from parallax.display.units import percent
 from parallax.errors import ConfigError
 from parallax.hardware.chips import KERNEL_EFFICIENCY, Chip, mfu
 from parallax.jaxprs import SCALED_MATMUL
+from parallax.model.experts.grouped_kernel import BLOCK_ROWS
+from parallax.model.experts.grouped_triton import TILE_ROWS
+from parallax.model.kernels.pallas import LANES
 from parallax.pipeline import BACKWARD, FORWARD, WEIGHTS, ShardedModel
 from parallax.schedules import Schedule
 from parallax.schedules.pricing import lockstep_bubble
@@ -97,13 +101,15 @@ GROUPED_PRODUCTS = "grouped"
 # `kernel`, too. They are in the module of a mixture itself.
 IN_BLOCKS = "blocks"
 OF_BLOCKS = ("dot_general", SCALED_MATMUL, SLICES_AT, PADDING, ADDS, WRITES)
+# Passes over a mixture's rows, and those to and from slots of activations, weights and sums of gradients.
+OF_ROWS, OF_SLOTS = "rows", "slots"
 # Published steps took from so many to so many times as long as planned as theirs, by platform and whether layers have
 # experts: nine in ten of the dense rows of benchmarks/published.py, and all of the few mixtures.
 PUBLISHED_OVER_PLANNED = {
     ("tpu", False): (0.91, 1.10),
-    ("tpu", True): (0.94, 2.03),
-    ("gpu", False): (0.71, 1.28),
-    ("gpu", True): (0.33, 1.87),
+    ("tpu", True): (0.93, 1.47),
+    ("gpu", False): (0.89, 1.32),
+    ("gpu", True): (1.00, 2.94),
 }
 Passes = GpuPasses | RowPasses | None
 KERNEL_PARTS = (ATTENTION, GROUPED_PRODUCTS)  # kernels, which no compiler of XLA's prices
@@ -113,7 +119,7 @@ BACKWARD_PASS = "backward"  # a direction of Origin
 class OpCost(NamedTuple):
     """A matrix product of one shape, a reduction or a write: FLOPs, bytes of memory traffic, and number of runs in a
     device's step. `matmul` is as in ModelConfig; "compute" for operations without 8-bit operands. `kernel` is one of
-    KERNEL_PARTS, IN_BLOCKS, or "" for what else XLA compiles."""
+    KERNEL_PARTS, IN_BLOCKS, OF_ROWS, OF_SLOTS, or "" for what else XLA compiles."""
 
     flops: int
     bytes: int
@@ -263,7 +269,7 @@ def costs_in_equation(equation: JaxprEqn, origin: Origin, *, model: ShardedModel
     link; nothing if it is fused with others. `passes` are those of its program."""
     first = dict.fromkeys(model.axis_sizes, 0)
     sent = sent_in_equation(equation, origin, rank=first, sizes=model.axis_sizes)
-    work = _pass(equation, origin, passes) or _product(equation, origin, share_of_rows=model.share_of_rows)
+    work = _pass(equation, origin, passes) or _product(equation, origin, model=model)
     return sent or work or moved_by_passes(equation, origin)
 
 
@@ -302,9 +308,11 @@ def estimate(
     *,
     packed: bool = True,
     hidden_axes: Collection[str] = (),
+    sums: str = "",
 ) -> Estimate:
     """Estimate the step of a traced program on these chips; without `host`, no arrays are in host memory. Rows are
-    `packed` documents, or one document each. Another program may send beside its work what goes over `hidden_axes`."""
+    `packed` documents, or one document each. Another program may send beside its work what goes over `hidden_axes`, and
+    sum gradients by reduce-scatters of numbers of the dtype `sums`, where here all-to-alls bring what is added up."""
     host = host or HostMemory()
     bandwidth = topology.chip.hbm_bandwidth * topology.chip.reached.memory
     timed = [(op.direction, op.count * op_secs(op, settings, topology, packed=packed)) for op in traced.products]
@@ -312,7 +320,7 @@ def estimate(
     work = sum(secs for _, secs in timed)
     sent = [
         message._replace(hides=message.hides or is_over(message.axes.split(), hidden_axes))
-        for message in messages(traced.sent, topology, settings, traced.per_use)
+        for message in messages(traced.sent, topology, settings, traced.per_use, sums=sums)
     ]
     hiding = sum(message.secs for message in sent if message.hides)
     hidden = hidden_secs(work, hiding)
@@ -388,8 +396,10 @@ def copy_secs(call: Sent, settings: Settings, chip: Chip) -> float:
     return 2 * call.total_bytes * ranks / (ranks - 1) / (chip.hbm_bandwidth * chip.reached.memory)
 
 
-def messages(sent: Iterable[Sent], topology: Topology, settings: Settings, per_use: SentPerUse) -> list[CollectiveTime]:
-    """Times of the traced collectives, without those that send nothing."""
+def messages(
+    sent: Iterable[Sent], topology: Topology, settings: Settings, per_use: SentPerUse, *, sums: str = ""
+) -> list[CollectiveTime]:
+    """Times of the traced collectives, without those that send nothing; `sums` as in `estimate`."""
     sizes, reached, times = settings.mesh.sizes, topology.as_reached, []
     hiding = ["all-gather", "all-to-all", *["reduce-scatter"] * hides_reduce_scatters(topology.chip.name)]
     for call in sent:
@@ -406,8 +416,11 @@ def messages(sent: Iterable[Sent], topology: Topology, settings: Settings, per_u
         # All of a layer waits for a message with all of its weights.
         waits = call.module == BY_LAYER and call.kind == "all-gather" and not settings.fsdp.prefetch
         hides = ((_is_of_parameters(call) and can_hide and beside and not waits) or passed_on) and not topology.shared
-        links = reached.route(sizes, call.axes)
-        secs = call.count * links.call_secs(call.kind, call.bytes)
+        links, kind, sent_bytes = reached.route(sizes, call.axes), call.kind, call.bytes
+        if sums and kind == "all-to-all" and _is_of_parameters(call):
+            kind = "reduce-scatter"
+            sent_bytes *= jnp.dtype(sums).itemsize / jnp.dtype(settings.model.dtype).itemsize
+        secs = call.count * links.call_secs(kind, sent_bytes)
         if passed_on and call.axes == (STREAM_AXIS,):
             secs *= share_of_one_direction(sizes[STREAM_AXIS], links)
         between_stages = call.kind == "permute" and call.axes == ("pp",) and topology.chip.platform == "tpu"
@@ -473,12 +486,17 @@ def by_axes(sent: Iterable[CollectiveTime]) -> dict[str, float]:
 def _pass(equation: JaxprEqn, origin: Origin, passes: Passes) -> Counter:
     """A pass over memory beside the products: on GPUs those that XLA makes, elsewhere reductions, which read twice, and
     those of a mixture's rows."""
-    moved, kernel = passes.bytes(equation, origin) if passes else None, ""
-    if isinstance(passes, GpuPasses):
-        kernel = IN_BLOCKS * _is_of_blocks(equation, origin)
-    elif equation.primitive.name in REDUCTIONS:
+    moved = passes.bytes(equation, origin) if passes else None
+    if not isinstance(passes, GpuPasses) and equation.primitive.name in REDUCTIONS:
         moved = 2 * sum(_bytes(var) for var in (*equation.invars, *equation.outvars))
+    kernel = _kernel_of_pass(equation, origin)
     return Counter({OpCost(0, moved, origin.direction, 0, kernel=kernel): 1}) if moved else Counter()
+
+
+def _kernel_of_pass(equation: JaxprEqn, origin: Origin) -> str:
+    if _is_of_blocks(equation, origin):
+        return IN_BLOCKS
+    return OF_ROWS if origin.module in ROWS_IN else OF_SLOTS * origin.module.startswith("sharding/")
 
 
 def _is_of_blocks(equation: JaxprEqn, origin: Origin) -> bool:
@@ -490,23 +508,45 @@ def _bytes(var: Any) -> int:
     return math.prod(var.aval.shape) * var.aval.dtype.itemsize
 
 
-def _product(equation: JaxprEqn, origin: Origin, *, share_of_rows: float) -> Counter:
+def _product(equation: JaxprEqn, origin: Origin, *, model: ShardedModel) -> Counter:
     name, arrays = equation.primitive.name, [*equation.invars, *equation.outvars]
     if name == WRITES:
         arrays = 2 * equation.invars[1:2]
     elif name not in PRODUCT_PRIMITIVES:
         return Counter()
     # A grouped product computes the rows in use; its last operand holds the number of rows of each group.
-    rows = [var for var in arrays if is_grouped(equation, origin.stack) and var.aval.ndim == 2]
+    share_of_rows, grouped = model.share_of_rows, is_grouped(equation, origin.stack)
+    rows = [var for var in arrays if grouped and var.aval.ndim == 2]
     moved, of_rows = (sum(map(_bytes, some)) for some in (arrays, rows))
     moved -= round((1 - share_of_rows) * of_rows)
     # The FLOPs of a kernel from elsewhere are unknown; only its bytes count.
     by_dtype = name in ("dot_general", SCALED_MATMUL, *GROUPED)
     matmul = EIGHT_BIT.get(equation.invars[0].aval.dtype.name, "compute") if by_dtype else "compute"
     flops = product_flops(equation, share_of_rows, origin.stack) or 0
-    kernel = ATTENTION if name in KERNEL_CALLS else IN_BLOCKS * _is_of_blocks(equation, origin)
-    kernel = GROUPED_PRODUCTS if is_grouped(equation, origin.stack) else kernel
-    return Counter({OpCost(flops, moved, origin.direction, 0, matmul, kernel): 1})
+    kernel = _kernel_of_pass(equation, origin) if name == WRITES else IN_BLOCKS * _is_of_blocks(equation, origin)
+    if grouped:
+        kernel, flops = GROUPED_PRODUCTS, flops + _flops_beside_groups(equation, model)
+    elif name in KERNEL_CALLS:
+        kernel, flops = ATTENTION, flops * _padding(equation, model)
+    return Counter({OpCost(round(flops), moved, origin.direction, 0, matmul, kernel): 1})
+
+
+def _padding(equation: JaxprEqn, model: ShardedModel) -> float:
+    """How much wider heads are in the lanes of a TPU than their numbers of queries, or keys, and values."""
+    if model.is_simulated or is_for_gpus(model.mesh):
+        return 1.0
+    widths = [var.aval.shape[-1] for var in equation.invars if jnp.issubdtype(var.aval.dtype, jnp.floating)][:3:2]
+    return sum(-(-width // LANES) * LANES for width in widths) / sum(widths)
+
+
+def _flops_beside_groups(equation: JaxprEqn, model: ShardedModel) -> int:
+    """FLOPs of a grouped product's tiles for rows that are not of the tile's group: on TPUs the tile in which a group
+    begins is computed for the one before, too, and on GPUs half of a group's last tile is empty."""
+    if model.is_simulated:
+        return 0
+    groups, *matrix = next(var.aval.shape for var in (*equation.outvars, *equation.invars) if var.aval.ndim == 3)
+    rows = groups * TILE_ROWS // 2 if is_for_gpus(model.mesh) else (groups - 1) * BLOCK_ROWS[0]
+    return 2 * rows * math.prod(matrix)
 
 
 class StepTime(NamedTuple):
