@@ -40,6 +40,7 @@ class Theirs(NamedTuple):
 # - JAX programs recompute what their policy says, and have scans.
 # - llm.q recomputes what --recompute-... of the row's command says; most rows have none.
 # - AutoModel's benchmarks choose experts by FakeBalancedGate (components/moe/layers.py), which gives them out in turn.
+# - Megatron-LM's example recomputes whole layers, and hides nothing.
 # - torchtitan's and KempnerForge's FSDP sums in float32 (MixedPrecisionPolicy: mixed_precision_reduce,
 #   default_mp_policy), AutoModel's too; llm-foundry has mixed_precision: PURE.
 XLA, FSDP = Theirs(recomputes=True, slots=True), Theirs(recomputes=True, sums="float32")
@@ -48,6 +49,7 @@ PROGRAMS = {
     "Paxml": XLA,
     "axlearn": XLA,
     "llm.q": Theirs(),
+    "Megatron-LM": Theirs(recomputes=True),
     "llm-foundry": Theirs(recomputes=True),
     "torchtitan": FSDP,
     "KempnerForge": FSDP._replace(exchange=ALL_TO_ALL),
@@ -132,6 +134,7 @@ THEIRS |= {
         "llm.q, Qwen2.5-7B on one H100 in FP8",
         "llm.q, Qwen2.5-7B on 8 H100 in FP8",
         "llm.q, Qwen2.5-14B on 8 H100",
+        "llm.q, Qwen2.5-14B on 8 H100 in FP8",
     )
 }
 
