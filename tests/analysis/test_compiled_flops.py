@@ -104,6 +104,12 @@ def test_a_loop_of_at_most_one_turn_counts_as_the_branch_for_which_it_stands():
     text = LOOP_FOR_BRANCH.replace("NAME", "jit(step)/while/body/B/cond/while")
     assert compiled_flops(text).passes == 2 * 8**3
     assert compiled_flops(text, {"B": Share(average=0.25, lockstep=1.0)}).passes == 0.25 * 2 * 8**3
+    # In a loop over layers: a place has a layer of one kind.
+    text = LOOP_FOR_BRANCH.replace("NAME", "jit(step)/while/body/B/cond/while/body/while/body/cond/while")
+    (loop,) = (line for line in text.splitlines() if "ROOT %c" in line)
+    again = loop.replace("ROOT %c", "%first")
+    for both in (text, text.replace(loop, f"{again}\n{loop.replace('%x.3', '%first')}")):
+        assert compiled_flops(both, {"B": Share(average=0.25, lockstep=1.0)}).passes == 2 * 8**3
     other = LOOP_FOR_BRANCH.replace("NAME", "jit(step)/while/body/B/while")  # a loop of unknown length counts once
     assert compiled_flops(other, {"B": Share(average=0.25, lockstep=1.0)}).passes == 2 * 8**3
 

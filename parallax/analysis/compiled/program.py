@@ -259,9 +259,12 @@ class TimelineReader:
         return self._read[name]
 
     def _events(self, computation: Computation) -> Iterator:
+        left_out = self._other_kinds(computation)
         for op in computation.instructions:
             base = op.kind.removesuffix("-start").removesuffix("-done")
-            if op.kind == "while" and op.op_name.endswith(LOOP_FOR_BRANCH):
+            if op.name in left_out:
+                continue
+            if _is_for_branch(op):
                 yield self._branch(op, [[], self.computation(op.attribute("body"))])
             elif op.kind == "while":
                 yield self._loop(op, computation)
@@ -316,6 +319,17 @@ class TimelineReader:
             only = tuple(float(side == dearest) for side in range(len(sides)))
             return BranchEvent(only, only, sides)
         return BranchEvent((1 - share.average, share.average), (1 - share.lockstep, share.lockstep), sides)
+
+    def _other_kinds(self, computation: Computation) -> set[str]:
+        """Of the loops for layers of several kinds, of which a place has one, all but the dearest."""
+        of_places: dict[str, list[Instruction]] = defaultdict(list)
+        for op in computation.instructions:
+            if _is_for_branch(op) and not name_of(op.op_name):
+                of_places[op.op_name].append(op)
+        by_weight = (
+            sorted(loops, key=lambda op: weight(self.computation(op.attribute("body")))) for loops in of_places.values()
+        )
+        return {op.name for loops in by_weight for op in loops[:-1]}
 
     def _is_for_usual_load(self, branch: Instruction) -> bool:
         """Whether the last side of a branch is that of experts with a usual load. The compiler may have dropped the
@@ -725,6 +739,10 @@ def _windows(rest: str) -> Iterator[dict[str, str]]:
     window = re.search(r"window=\{([^}]*)\}", rest)
     given = dict(part.split("=") for part in window[1].split()) if window else {}
     return (dict(zip(given, numbers)) for numbers in zip(*(value.split("x") for value in given.values())))
+
+
+def _is_for_branch(op: Instruction) -> bool:
+    return op.kind == "while" and op.op_name.endswith(LOOP_FOR_BRANCH)
 
 
 def _is_kernel(op: Instruction) -> bool:
