@@ -21,7 +21,7 @@ from parallax.version import version_of
 
 # Without this option compute waits for every exchange of gradients (fsdp.reduce="compute").
 EXCHANGE = {"xla_tpu_enable_async_all_to_all": True}
-# The same for tokens sent to experts (layout.exchange="ragged"); the default on v5e.
+# The same for tokens sent to experts (layout.exchange="ragged").
 ASYNC_RAGGED = {"xla_tpu_enable_async_ragged_all_to_all": True}
 # The SparseCores run all-gathers and reductions in parallel with compute. The other way to overlap gathers, fusing them
 # into compute, is only for v5e: for other chips newer compilers refuse it, since results may be wrong.
@@ -55,10 +55,11 @@ OPTIONS = {
     "TPU v6e": RAGGED_DOT,
     "TPU v7x": EXCHANGE | SPARSE_CORES | VMEM,
 }
-# In addition, of models with experts. On v5e a gather goes on beside what XLA fuses it with, products by default. The
-# products of experts are kernels, which it cannot fuse, and their gathers waited; with this option it fuses passes over
-# memory, too. In llama_1b_16, a dense model, fewer gathers wait with it, too, but a product takes half as long again.
-OF_MIXTURES = {"TPU v5e": {"xla_tpu_enable_async_collective_fusion_fuse_kloop_fusions": True}}
+# In addition, of models with experts. On v5e compute waits for the rows sent to them, too, without the option for that.
+# A gather goes on there beside what XLA fuses it with, products by default. The products of experts are kernels, which
+# it cannot fuse, and their gathers waited; with the other option it fuses passes over memory, too. In llama_1b_16,
+# which is dense, fewer gathers wait with it, too, but one product takes half as long again.
+OF_MIXTURES = {"TPU v5e": ASYNC_RAGGED | {"xla_tpu_enable_async_collective_fusion_fuse_kloop_fusions": True}}
 
 # For GPUs that are not present: a custom call whose target this process lacks is compiled as a call that does nothing.
 ABSENT = {"xla_gpu_mock_custom_calls": True}

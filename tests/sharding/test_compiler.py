@@ -51,13 +51,14 @@ def test_an_operation_may_fill_64_mib_of_vmem_where_products_are_faster_with_it(
 
 
 def test_models_with_experts_are_told_more_where_other_options_are(refusing, monkeypatch):
-    """On v5e: their gathers are fused with passes over memory, too, since their products are kernels."""
+    """On v5e: rows sent to experts are not waited for, and gathers are fused with passes over memory, too, since their
+    products are kernels."""
     refusing(lambda options: "")
     meshes = {kind: mesh_on((1, 16, 1), (4, 4, 1), kind) for kind in ("TPU v5 lite", "TPU v5p", "TPU v6 lite")}
     more = {kind: compiler_options(mesh, has_mixtures=True).items() for kind, mesh in meshes.items()}
     added = {kind: dict(more[kind] - compiler_options(mesh).items()) for kind, mesh in meshes.items()}
-    fused = {"xla_tpu_enable_async_collective_fusion_fuse_kloop_fusions": True}
-    assert added == {"TPU v5 lite": fused, "TPU v5p": {}, "TPU v6 lite": {}}
+    on_v5e = {"xla_tpu_enable_async_collective_fusion_fuse_kloop_fusions", "xla_tpu_enable_async_ragged_all_to_all"}
+    assert added == {"TPU v5 lite": dict.fromkeys(on_v5e, True), "TPU v5p": {}, "TPU v6 lite": {}}
     monkeypatch.setattr(compiler, "OPTIONS", {})
     assert not compiler_options(meshes["TPU v5 lite"], has_mixtures=True)
 
