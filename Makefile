@@ -5,10 +5,11 @@ VENV ?= .venv
 CONFIG ?= configs/quickstart.py
 # More arguments for train.py or pytest: make train ARGS=--config.train.steps=50
 ARGS ?=
-# Tests spend most of their time tracing, on one core each. A file's tests share what they compile, and stay together.
+# Tests spend most of their time tracing, on one core each, and some wait: for processes that they start, for deadlines.
+# So three workers fill two cores. A file's tests share what they compile, and stay together.
 # Files run in their order, and short ones come last: those with most tests first would leave the longest for the end.
 # A worker that dies ends the run: the others would wait for it for ever.
-WORKERS ?= -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart=0
+WORKERS ?= -n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart=0
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
