@@ -98,15 +98,18 @@ class SaveNamed(SaveAll):
     selection: Selection | None = None
     in_rows: bool = False  # whether saved activations are read in row-major memory layout
     carried_in_rows: bool = False  # whether they are written so, too, and the input is read so
+    stream_in_rows: bool = False  # whether the residual stream is written and read so: the input, and "out"
 
     def forward(self, weights: Any, x: Array, context: Context) -> tuple[Array, Pools]:
+        x = row_major(x) if self.stream_in_rows else x
         y, *named = jaxpr_as_fun(self.selection.make)(*jax.tree.leaves((weights, x, context)))
-        named = [row_major(leaf) for leaf in named] if self.carried_in_rows else named
+        in_rows = [self.carried_in_rows or (self.stream_in_rows and name == "out") for name in self.selection.names]
+        named = [row_major(leaf) if rows else leaf for leaf, rows in zip(named, in_rows, strict=True)]
         return y, {"F to B": [x, *named]}
 
     def residuals(self, weights: Any, context: Context, saved: Pools) -> list[Array]:
         x, *named = saved["F to B"]
-        x = row_major(x) if self.carried_in_rows else x
+        x = row_major(x) if self.carried_in_rows or self.stream_in_rows else x
         named = [row_major(leaf) for leaf in named] if self.in_rows else named
         recomputed = jaxpr_as_fun(self.selection.recompute)(*jax.tree.leaves((weights, x, context)), *named)
         return [as_varying(leaf, ["pp"]) for leaf in recomputed]
@@ -212,6 +215,7 @@ def layer_passes(
     split: bool,
     in_rows: bool,
     carried_in_rows: bool = False,
+    stream_in_rows: bool = False,
     plan: ShardingPlan,
     stack: str,
     weights: Any,
@@ -221,7 +225,8 @@ def layer_passes(
     """The passes of a stack's layers for a gathered layer's weights, an input and a context of these shapes.
 
     `in_rows`: whether saved activations are read in row-major memory layout, as `relays_what_is_read` says;
-    `carried_in_rows`: whether they are written so, too, and the input is read so. With remat="stage" a stage runs its
+    `carried_in_rows`: whether they are written so, too, and the input is read so; `stream_in_rows`: whether the input
+    and the stream after attention are, as `keeps_stream_in_rows` says. With remat="stage" a stage runs its
     layers again before B, and these passes save all for the time of B.
     Raises ConfigError if the block names an activation that `pipeline.remat` does not know.
     """
@@ -235,7 +240,8 @@ def layer_passes(
         selection = select(program, now=[0], names=parts)
         named = jax.eval_shape(jaxpr_as_fun(selection.make), *given)[1:]
         names = (LAYER_INPUT, *selection.names)
-        passes = SaveNamed(block, *vjp, program, {"F to B": [x, *named]}, names, selection, in_rows, carried_in_rows)
+        rows = dict(in_rows=in_rows, carried_in_rows=carried_in_rows, stream_in_rows=stream_in_rows)
+        passes = SaveNamed(block, *vjp, program, {"F to B": [x, *named]}, names, selection, **rows)
     elif remat == "layer":
         passes = SaveLayerInput(block, *vjp, program, {"F to B": [x]}, (LAYER_INPUT,), carried_in_rows)
     else:
