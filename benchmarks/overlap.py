@@ -50,6 +50,9 @@ INTERLEAVED = {"mesh.pp": 4, "pipeline.schedule": "interleaved", "data_parallel.
 PIPELINE = LAYER | INTERLEAVED
 # More and smaller microbatches, and more that is recomputed, than the config has.
 FOUR = {"pipeline.microbatches": 4, "pipeline.remat": "attention", "fsdp.reduce": "compute"}
+# The MLP's product of gate and up is saved, as on chips with memory for it. And all products of layers in float8.
+SWIGLU_SAVED = {"pipeline.remat": "norm"}
+FLOAT8 = {f"model.matmul{what}": "8bit" for what in ("_weight_gradients", "_residuals")} | {"model.matmul": "float8"}
 FEW = PIPELINE | {"mesh.dp": 4, "pipeline.virtual": 4, "pipeline.microbatches": 8}
 EIGHT = {"mesh.dp": 2, "mesh.ep": 8, "pipeline.microbatches": 8}  # expert ranks
 # What comes to experts is sent again, and experts are gathered once a step: gathers would wait behind it.
@@ -133,6 +136,8 @@ ROWS = {
         Row({"mesh.dp": 16, "mesh.tp": 4} | TOKENS_OVER_TP),
         Row({"mesh.dp": 16, "mesh.tp": 4} | STREAMS),
         Row(INTERLEAVED | {"mesh.dp": 16, "pipeline.virtual": 4, "pipeline.microbatches": 8}),
+        Row(SWIGLU_SAVED),
+        Row(SWIGLU_SAVED | FLOAT8),
     ],
     "llama_1b_128k": [
         Row({}),

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 from parallax.errors import ConfigError, quoted, words_of
 
-NORM = "norm"
+NORM, AFTER_ATTENTION = "norm", "out"
 # Activation names, which layers set with `checkpoint_name`, in the order of a layer, and the activations of each.
 REMAT_PARTS = {
     NORM: "the normed inputs of attention and of the MLP",
@@ -14,7 +14,7 @@ REMAT_PARTS = {
     "q": "queries of the heads",
     "kv": "keys and values of the heads",
     "core": "the result of softmax attention, and the logsumexp of each query",
-    "out": "the residual stream after attention, or with norms after it what they read: its output projection",
+    AFTER_ATTENTION: "the residual stream after attention, or what norms after it read: its output projection",
     "router": "in a mixture, the router's logits",
     "dispatch": "in a mixture, tokens that a rank receives for its experts: the messages of the exchange",
     "experts": "in a mixture, gate and up of its experts",
@@ -26,7 +26,7 @@ WITHOUT_PRODUCTS = (NORM, "qk", "router", "dispatch", "swiglu")
 # Names for sets of parts.
 OF_HEADS = ("q", "kv")
 SETS = {"qkv": OF_HEADS, "elementwise": WITHOUT_PRODUCTS}
-SETS |= {"attention": (*WITHOUT_PRODUCTS, "latent", *OF_HEADS, "core", "out")}
+SETS |= {"attention": (*WITHOUT_PRODUCTS, "latent", *OF_HEADS, "core", AFTER_ATTENTION)}
 ALONE = ("none", "layer", "stage")  # values that are not sets: save all that the backward pass reads, or only inputs
 REMAT = ("none", "elementwise", "attention", "layer", "stage")
 LAYER_INPUT = "input"  # the input of the layer or the stage; not a part of `remat`, since it is always saved

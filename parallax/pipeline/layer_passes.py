@@ -5,15 +5,15 @@ in pools: "F to B" is saved by F for B, "F to W" by F for W alone, and "B to W" 
 """
 
 import dataclasses
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Collection, Iterable
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
 from jax import Array
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
-from parallax.config.remat import LAYER_INPUT, NORM, OF_HEADS, saved_parts
+from parallax.config.remat import AFTER_ATTENTION, LAYER_INPUT, NORM, OF_HEADS, saved_parts
 from parallax.jaxprs import part
 from parallax.model.context import Context
 from parallax.model.lora import noise_of
@@ -23,6 +23,18 @@ from parallax.sharding.plan import ShardingPlan
 from parallax.sharding.slots import heads_major, row_major
 
 Pools = dict[str, list[Array]]  # a layer's residuals
+
+
+class InRows(NamedTuple):
+    """What a layer's passes have in row-major memory layout; the rest has that which XLA chooses."""
+
+    read: bool = False  # saved activations, as the backward pass reads them: see `relays_what_is_read`
+    # These as they are written, too, and the input as it is read. Those of heads are heads-major then.
+    carried: bool = False
+    stream: bool = False  # the input and the stream after attention, in both passes: see `keeps_stream_in_rows`
+
+
+AS_XLA_CHOOSES = InRows()
 
 
 def traced_vjp(
@@ -96,42 +108,45 @@ class SaveNamed(SaveAll):
     """Passes that save the layer's input and activations with some names, from which the others are recomputed."""
 
     selection: Selection | None = None
-    in_rows: bool = False  # whether saved activations are read in row-major memory layout
-    # Whether they are written so, too, and the input is read so. Those of heads are heads-major then.
-    carried_in_rows: bool = False
+    in_rows: InRows = AS_XLA_CHOOSES
 
     def forward(self, weights: Any, x: Array, context: Context) -> tuple[Array, Pools]:
+        x = row_major(x) if self.in_rows.stream else x
         y, *named = jaxpr_as_fun(self.selection.make)(*jax.tree.leaves((weights, x, context)))
-        named = self._laid_out(named) if self.carried_in_rows else named
-        return y, {"F to B": [x, *named]}
+        of_stream = [AFTER_ATTENTION] if self.in_rows.stream else []
+        return y, {"F to B": [x, *self._laid_out(named, self.selection.names if self.in_rows.carried else of_stream)]}
 
     def residuals(self, weights: Any, context: Context, saved: Pools) -> list[Array]:
         x, *named = saved["F to B"]
-        x = row_major(x) if self.carried_in_rows else x
-        named = self._laid_out(named) if self.in_rows else named
+        x = row_major(x) if self.in_rows.carried or self.in_rows.stream else x
+        named = self._laid_out(named, self.selection.names) if self.in_rows.read else named
         recomputed = jaxpr_as_fun(self.selection.recompute)(*jax.tree.leaves((weights, x, context)), *named)
         return [as_varying(leaf, ["pp"]) for leaf in recomputed]
 
-    def _laid_out(self, named: list[Array]) -> list[Array]:
-        """Saved activations in the memory layout in which they are read."""
-        return [
-            heads_major(leaf) if self.carried_in_rows and name in OF_HEADS and leaf.ndim == 4 else row_major(leaf)
-            for name, leaf in zip(self.selection.names, named, strict=True)
-        ]
+    def _laid_out(self, named: list[Array], names: Collection[str]) -> list[Array]:
+        """Saved activations, those with these names in the memory layout in which they are read."""
+
+        def laid_out(name: str, leaf: Array) -> Array:
+            if name not in names:
+                return leaf
+            of_heads = self.in_rows.carried and name in OF_HEADS and leaf.ndim == 4
+            return heads_major(leaf) if of_heads else row_major(leaf)
+
+        return [laid_out(*saved) for saved in zip(self.selection.names, named, strict=True)]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SaveLayerInput(SaveAll):
     """Passes that save the layer's input, from which the backward pass runs the layer again."""
 
-    in_rows: bool = False  # whether it is read in row-major memory layout
+    in_rows: InRows = AS_XLA_CHOOSES
 
     def forward(self, weights: Any, x: Array, context: Context) -> tuple[Array, Pools]:
         return self.block.apply(weights | noise_of(context), x, context), {"F to B": [x]}
 
     def residuals(self, weights: Any, context: Context, saved: Pools) -> list[Array]:
         (x,) = saved["F to B"]
-        x = row_major(x) if self.in_rows else x
+        x = row_major(x) if self.in_rows.carried else x
         return self.output_and_residuals(weights, x, context)[1]
 
 
@@ -218,8 +233,7 @@ def layer_passes(
     remat: str,
     *,
     split: bool,
-    in_rows: bool,
-    carried_in_rows: bool = False,
+    in_rows: InRows,
     norms_apart: bool = False,
     plan: ShardingPlan,
     stack: str,
@@ -229,10 +243,8 @@ def layer_passes(
 ) -> LayerPasses:
     """The passes of a stack's layers for a gathered layer's weights, an input and a context of these shapes.
 
-    `in_rows`: whether saved activations are read in row-major memory layout, as `relays_what_is_read` says;
-    `carried_in_rows`: whether they are written so, too, and the input is read so; `norms_apart`: whether recomputed
-    norms are apart from what reads them, as `fuses_norms_into_products` says. With remat="stage" a stage runs its
-    layers again before B, and these passes save all for the time of B.
+    `norms_apart`: whether recomputed norms are apart from what reads them, as `fuses_norms_into_products` says. With
+    remat="stage" a stage runs its layers again before B, and these passes save all for the time of B.
     Raises ConfigError if the block names an activation that `pipeline.remat` does not know.
     """
     *vjp, program = traced_vjp(block, plan, stack, weights, x, context)
@@ -247,10 +259,10 @@ def layer_passes(
             selection = selection._replace(recompute=inlined(selection.recompute, apart))
         named = jax.eval_shape(jaxpr_as_fun(selection.make), *given)[1:]
         names = (LAYER_INPUT, *selection.names)
-        passes = SaveNamed(block, *vjp, program, {"F to B": [x, *named]}, names, selection, in_rows, carried_in_rows)
+        passes = SaveNamed(block, *vjp, program, {"F to B": [x, *named]}, names, selection, in_rows)
     elif remat == "layer":
         program = inlined(program, apart) if apart else program
-        passes = SaveLayerInput(block, *vjp, program, {"F to B": [x]}, (LAYER_INPUT,), carried_in_rows)
+        passes = SaveLayerInput(block, *vjp, program, {"F to B": [x]}, (LAYER_INPUT,), in_rows)
     else:
         passes = SaveAll(block, *vjp, program, {"F to B": residuals}, (LAYER_INPUT,) if remat == "stage" else ())
     return Divided.of(passes, remat == "none", weights, residuals, context, y) if split else passes

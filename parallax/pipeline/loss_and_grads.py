@@ -17,7 +17,7 @@ from jax import Array, lax
 from parallax.config.sections import EMBEDDING, HEAD
 from parallax.model.context import Context
 from parallax.pipeline.embed_and_head import BatchedHead, LossOnly, MicrobatchHead, Tokens
-from parallax.pipeline.layer_passes import LayerPasses, SaveAll, layer_passes
+from parallax.pipeline.layer_passes import InRows, LayerPasses, SaveAll, layer_passes
 from parallax.pipeline.layer_weights import LayerWeights, RoundedWeights
 from parallax.pipeline.model_on_mesh import ModelOnMesh
 from parallax.pipeline.observations import of_all_devices
@@ -27,7 +27,7 @@ from parallax.schedules import gpipe_on
 from parallax.sharding import activations
 from parallax.sharding.activations import CONTEXT_AXIS, ROWS, SHARED_ROWS
 from parallax.sharding.collectives import as_varying, reshard, sum_over
-from parallax.sharding.compiler import relays_what_is_read
+from parallax.sharding.compiler import keeps_stream_in_rows, relays_what_is_read
 from parallax.sharding.rounding import rounding_key
 from parallax.sharding.slots import zeros
 from parallax.sharding.zigzag import context_ranks, to_order
@@ -144,9 +144,8 @@ def first_state(pipeline: Pipeline) -> State:
 def passes_of_training(layers: Layers, ends: MicrobatchHead | BatchedHead) -> list[LayerPasses]:
     """The passes of each kind of layers."""
     model = layers.model
-    in_rows = relays_what_is_read(model.mesh)
-    settings = dict(remat=model.pipeline.remat, split=model.schedule.split, in_rows=in_rows)
-    settings |= dict(norms_apart=model.norms_apart)
+    read, stream = relays_what_is_read(model.mesh), keeps_stream_in_rows(model.mesh)
+    settings = dict(remat=model.pipeline.remat, split=model.schedule.split, norms_apart=model.norms_apart)
     shapes = [jax.tree.flatten(arguments) for arguments in arguments_of_layers(layers, ends)]
 
     def carried_in_rows(stack: str) -> bool:
@@ -155,7 +154,7 @@ def passes_of_training(layers: Layers, ends: MicrobatchHead | BatchedHead) -> li
         # parts beside the input that is so in stages of one layer; in a loop over layers only the entry is copied,
         # and the products take longer with a given layout: 1102 in place of 1042 ms of compute in llama_1b_16 on v5e.
         of_one_layer = model.orders[stack].stage_layers == 1
-        return in_rows and model.carries_residuals and (model.pipeline.remat == "layer" or of_one_layer)
+        return read and model.carries_residuals and (model.pipeline.remat == "layer" or of_one_layer)
 
     return [
         _passes_of_shapes(
@@ -164,7 +163,7 @@ def passes_of_training(layers: Layers, ends: MicrobatchHead | BatchedHead) -> li
             *leaves,
             stack=stack,
             plan=model.plan,
-            carried_in_rows=carried_in_rows(stack),
+            in_rows=InRows(read, carried_in_rows(stack), stream),
             **settings,
         )
         for passes, stack, (leaves, structure) in zip(layers.passes, model.orders, shapes, strict=True)

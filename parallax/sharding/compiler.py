@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from parallax.errors import ConfigError, tell
 from parallax.hardware.chips import chip
-from parallax.sharding.platform import platform_traced
+from parallax.sharding.platform import device_kind_planned, platform_traced
 from parallax.version import version_of
 
 # Without this option compute waits for every exchange of gradients (fsdp.reduce="compute").
@@ -75,6 +75,10 @@ RUN_ONCE: dict[str, bool | int] = {"xla_backend_optimization_level": 0}
 if version_of("jaxlib").startswith("0.10."):
     RUN_ONCE["xla_cpu_use_fusion_emitters"] = False
 
+# Chips on which the gradient of attention's output, a product with a kernel of heads, takes twice as long if the dim
+# that it sums over is the last in memory.
+HEADS_LAST = ("TPU v6e", "TPU v7x")
+
 Said = tuple[tuple[str, bool | int], ...]
 
 
@@ -88,13 +92,18 @@ def compiler_options(mesh: Mesh, matmul: str = "compute", *, has_mixtures: bool 
         return (ABSENT if is_absent_gpus(mesh) else {}) | (FLOAT8_ON_GPU if matmul == "float8" else {})
     if not _is_on(mesh, "tpu"):
         return {}
-    try:
-        name = chip(mesh.devices.flat[0].device_kind).name
-    except ConfigError:
-        return {}
+    name = _chip_name(mesh.devices.flat[0].device_kind)
     options = OPTIONS.get(name, {})
     more = OF_MIXTURES.get(name, {}) if options and has_mixtures else {}
     return dict(_taken(name, mesh, tuple((options | more).items())))
+
+
+def _chip_name(device_kind: str) -> str:
+    """The chip's name; "" if it is unknown."""
+    try:
+        return chip(device_kind).name
+    except ConfigError:
+        return ""
 
 
 @functools.cache
@@ -159,6 +168,15 @@ def fuses_norms_into_products(mesh: Mesh) -> bool:
     return _is_on(mesh, "tpu")
 
 
+def keeps_stream_in_rows(mesh: Mesh) -> bool:
+    """Whether the forward pass should have the residual stream in row-major memory layout.
+
+    On v7x XLA lays it out with tokens last, and the backward pass with the width last: it copied and transposed what it
+    read of it in each layer.
+    """
+    return _is_on(mesh, "tpu") and _chip_name(mesh.devices.flat[0].device_kind) == "TPU v7x"
+
+
 def clears_what_is_overwritten(mesh: Mesh) -> bool:
     """Whether XLA writes zeros, and copies of zeros, into slots that a loop fills before anything reads them.
 
@@ -182,6 +200,11 @@ def swaps_in_place() -> bool:
     side by side, and their matrix units move entries along it.
     """
     return platform_traced() == "gpu"
+
+
+def reads_heads_last() -> bool:
+    """Whether the program being traced is for a chip that should have kernels of heads with these dims last."""
+    return platform_traced() == "tpu" and _chip_name(device_kind_planned()) in HEADS_LAST
 
 
 def first_group(mesh: Mesh, axes: Sequence[str]) -> int:

@@ -85,6 +85,11 @@ def heads_major(x_BSHK: Array) -> Array:
     return with_layout_constraint(x_BSHK, Layout((0, 2, 1, 3)))
 
 
+def heads_last(kernel: Array) -> Array:
+    """A kernel [heads, d_head, outputs] in the memory layout [heads, outputs, d_head]."""
+    return with_layout_constraint(kernel, Layout((0, 2, 1)))
+
+
 def _indices(leaf: Array, numbers: Sequence[Array | int]) -> tuple:
     """Start indices of an entry; none is negative. A dim of size 1 has a static index, so that XLA sees that a read
     returns what was written."""

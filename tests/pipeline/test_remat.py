@@ -181,6 +181,15 @@ def test_norms_apart_from_products_change_no_number(remat, schedule, mesh, monke
     check_parity(SCHEDULES[schedule] | case, record_property)
 
 
+@pytest.mark.fast(1)
+def test_where_the_stream_is_kept_in_rows_it_is_written_and_read_in_rows(monkeypatch):
+    """The input in F and in B, and the stream after attention in F; B reads what has a name in rows anyway."""
+    monkeypatch.setattr(loss_and_grads, "relays_what_is_read", lambda mesh: True)
+    before = lowered("norm swiglu").count("@LayoutConstraint")
+    monkeypatch.setattr(loss_and_grads, "keeps_stream_in_rows", lambda mesh: True)
+    assert lowered("norm swiglu").count("@LayoutConstraint") == before + 3
+
+
 # ---- what is made again
 
 

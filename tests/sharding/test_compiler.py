@@ -10,8 +10,14 @@ from support.stand_ins import AXES, Chip, ChipMesh
 from support.step_collectives import step_collectives
 from support.tiny_model import build, mesh_of
 
-from parallax.sharding import compiler
-from parallax.sharding.compiler import clears_what_is_overwritten, compiler_options, first_group
+from parallax.sharding import compiler, plan
+from parallax.sharding.compiler import (
+    clears_what_is_overwritten,
+    compiler_options,
+    first_group,
+    keeps_stream_in_rows,
+    reads_heads_last,
+)
 
 
 def mesh_on(shape, torus, kind="TPU v5p"):
@@ -67,6 +73,30 @@ def test_slots_are_carried_from_tick_to_tick_where_each_tick_would_clear_them():
     assert clears_what_is_overwritten(ChipMesh(np.array([Chip("gpu", "NVIDIA H100")], object)))
     assert not clears_what_is_overwritten(mesh_on((1, 1, 1), (1,)))
     assert not clears_what_is_overwritten(AbstractMesh((1,), ("dp",)))  # of no devices, as a plan's
+
+
+@pytest.mark.parametrize(
+    ("kind", "heads", "stream"),
+    [("TPU v5 lite", False, False), ("TPU v5p", False, False), ("TPU v6 lite", True, False), ("TPU7x", True, True)],
+)
+def test_memory_layouts_are_said_for_chips_on_which_they_were_compiled(kind, heads, stream):
+    device = jax.sharding.AbstractDevice(kind, None, "tpu")
+    with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("dp",), abstract_device=device)):
+        assert reads_heads_last() == heads
+    assert keeps_stream_in_rows(mesh_on((1, 1, 1), (1, 1, 1), kind)) == stream
+    assert not reads_heads_last() and not keeps_stream_in_rows(mesh_of(1, 1, 1))
+
+
+def test_a_kernel_of_heads_has_their_dims_last_in_memory(monkeypatch):
+    """Attention's output projection; the others have the dim of their sum first in any case."""
+    model = build((1, 1, 1), microbatches=1, remat="layer", attention="gqa")
+    layer = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), model.shapes["blocks"])
+    use = lambda: jax.jit(lambda layer: model.plan.use(layer, "blocks")).lower(layer).as_text()  # noqa: E731
+    assert "LayoutConstraint" not in use()
+    monkeypatch.setattr(plan, "reads_heads_last", lambda: True)
+    (pinned,) = [line for line in use().splitlines() if "@LayoutConstraint" in line]
+    out = layer["attention"]["out"]["kernel"].shape
+    assert "result_layouts = [dense<[1, 2, 0]>" in pinned and f"tensor<{'x'.join(map(str, out))}xf32>" in pinned
 
 
 def test_other_devices_are_told_nothing():
