@@ -6,9 +6,9 @@
 With --analytic a step is planned from its trace; nothing is compiled. It is planned twice: as this project's program,
 and *as theirs*, with what the published program does otherwise by its recipe (benchmarks/theirs.py). *Half* is the one
 to which constants of prices were fitted, or the one held out, by which plans are judged; *unseen* are rows that were
-added later, *blind* those that were planned once, after all prices were mended, and *new* those that were entered since
-and not yet planned: the last two are left out unless asked for. Nothing is fitted to new rows: they are judged as held
-out. The last lines have the error of each half, of both plans. Without it steps are compiled on a machine without
+added later, *blind* those that were planned once, after all prices were mended, and *new* those that were entered after
+that and planned once with today's prices: the last two are left out unless asked for, and the new ones are judged as
+held out. The last lines have the error of each half, of both plans. Without it steps are compiled on a machine without
 chips, with kernels at their peak, which needs XLA's compilers: pip install -e '.[tpu]' or '.[gpu-compiler]'. A column
 *of it* is the share of the published time. A published rate of tokens or FLOP/s is taken as the time of a step. A row
 has the model, batch, mesh and recompute of the published step, where these have words here; the program is this
