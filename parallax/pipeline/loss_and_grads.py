@@ -117,7 +117,8 @@ def pipeline_of(
     kinds = model.arrangement.own_kinds() if len(numbers) > 1 else None
     resident = [weights[stack] for stack in model.orders]
     kernels = RoundedWeights if model.rounds_kernels else LayerWeights
-    layers = Layers(model, passes, kernels.of_step(model, resident, trains=trains), numbers, kinds)
+    of_layers = passes, kernels.of_step(model, resident, trains=trains), numbers, kinds
+    layers = Layers(model, *of_layers, changes_in_loops=trains and model.changes_in_loops)
     if not trains:
         saves = SaveObservations() if use == "observe" else SaveNothing()
         return Pipeline(schedule, ends, layers, saves, carries_residuals=True)

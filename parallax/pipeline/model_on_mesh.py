@@ -206,7 +206,8 @@ class ModelOnMesh:
 
     @property
     def changes_in_loops(self) -> bool:
-        """Whether ranks of pp change slots and sums in loops of at most one turn, instead of in branches."""
+        """Whether, in training, ranks of pp change slots and sums in loops of at most one turn, instead of in branches.
+        A forward pass alone has none of them, and may be differentiated."""
         return copies_what_branches_return(self.mesh)
 
     @property

@@ -37,6 +37,7 @@ class Layers(NamedTuple):
     numbers: Sequence[Array]  # the model's layer in each place of this rank, -1 for none
     kinds: Array | None  # Arrangement.own_kinds; None if all layers are of one kind
     rounding: Array | None = None  # key of the step's random bits; None if no sum of gradients is rounded
+    changes_in_loops: bool = False  # as the model's, in training; JAX cannot differentiate such loops
 
     def per_stage(self, kind: int) -> int:
         """The number of places of a stage for layers of this kind."""
@@ -236,7 +237,7 @@ def one_place(this: Pass, run: LayerRun, read: Any, count: Array | int, carried:
     branches.append(lambda: vary_over_pp(state))  # where a stage has no layer
     if len(run.kinds) == 1 and not run.uneven:
         state = branches[0]()
-    elif this.layers.model.changes_in_loops:
+    elif this.layers.changes_in_loops:
         for kind in kinds:
             is_here = _looked_up(this, run, place, 0) == kind if len(run.kinds) > 1 else _is_there(this, run, place)
             _, state = changed_over_pp(

@@ -95,7 +95,7 @@ def tick(
     """
     here = {name: value[lax.axis_index("pp")] if value.ndim else value for name, value in values.items()}
     outputs, gathered, row, devices = {}, None, Row(here, tables), pipeline.layers.model.devices
-    in_loop = pipeline.layers.model.changes_in_loops
+    in_loop = pipeline.layers.changes_in_loops
     joint = pipeline.schedule.joint and "F" in kinds and "B" in kinds
     alone = {kind: f"{kind} alone" if joint else kind for kind in "FB"}  # entries of the table
     if not pipeline.carries_residuals:
@@ -178,7 +178,7 @@ def head(pipeline: Pipeline, state: State, row: Row, y: Array) -> EndsState:
         lambda ends: ((), pipeline.ends.on_last_stage_output(ends, row["exit"], row["exit F"], y)),
         lambda: (),
         state.ends,
-        in_loop=pipeline.layers.model.changes_in_loops,
+        in_loop=pipeline.layers.changes_in_loops,
     )
     return ends
 
@@ -203,7 +203,7 @@ def joint_pass(pipeline: Pipeline, state: State, row: Row, y: Array) -> tuple[Ar
             both,
             lambda: (y, jnp.zeros_like(state.messages["B"][0])),
             (state.saved, state.grads, state.ends),
-            in_loop=pipeline.layers.model.changes_in_loops,
+            in_loop=pipeline.layers.changes_in_loops,
         )
     return *outputs, state._replace(saved=saved, grads=grads, ends=ends)
 
@@ -270,7 +270,7 @@ def embedding_gradient(pipeline: Pipeline, state: State, row: Row, dx: Array) ->
         lambda ends: ((), pipeline.ends.on_first_stage_gradient(ends, row["B"], dx)),
         lambda: (),
         state.ends,
-        in_loop=pipeline.layers.model.changes_in_loops,
+        in_loop=pipeline.layers.changes_in_loops,
     )
     return ends
 

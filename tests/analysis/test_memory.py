@@ -6,14 +6,17 @@ import pathlib
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import Mesh
 from support.run_examples import tiny_config
 from support.traced_equations import equations
 
 from parallax.analysis.traced.flops import flops_per_token, parameters_by_component
 from parallax.analysis.traced.memory import memory
+from parallax.analysis.traced.trace import abstract_mesh
 from parallax.config.sections import MeshConfig
 from parallax.config.settings import read_settings
 from parallax.jaxprs import called, loop
+from parallax.pipeline import model_on_mesh
 from parallax.sharding.mesh import make_mesh
 from parallax.step.optimizer import make_optimizer
 from parallax.step.step import abstract_state, init_state, model_of
@@ -82,6 +85,16 @@ def test_saved_activations_are_slots_and_messages_as_wide_as_a_layers_input(mesh
     buffers = an_input * (sum(s.message_slots.values()) + ends + unsent)
     # GPipe's are not all there at once: messages of one direction are gone when those of the other travel.
     assert plan.pipeline_buffers == buffers or (s.head == "between" and plan.pipeline_buffers < buffers)
+
+
+def test_the_memory_of_a_model_on_gpus_is_that_of_its_plan(monkeypatch):
+    """Its ticks carry slots, but the program that is read is that of an abstract mesh, whose ticks allocate them."""
+    for form in ("copies_what_branches_return", "clears_what_is_overwritten"):
+        monkeypatch.setattr(model_on_mesh, form, lambda mesh: isinstance(mesh, Mesh))
+    _, model, tx = build(1, 4, 2, **{"pipeline.remat": "elementwise"})
+    planned = model.replace(mesh=abstract_mesh(model.axis_sizes))
+    held, plan = (memory(each, abstract_state(each, tx).opt_state, global_batch=8, seq=32) for each in (model, planned))
+    assert held == plan and plan.saved_activations
 
 
 @pytest.mark.slow

@@ -1,12 +1,16 @@
 """What a plan takes an operation to cost: figures that have sources, and laws that any price obeys."""
 
+import functools
 import math
 import pathlib
 import re
 from collections import Counter
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import pallas as pl
 
 from parallax.analysis.planned.layouts import model_on_topology, with_keys
 from parallax.analysis.planned.moves import SentPerUse
@@ -19,12 +23,14 @@ from parallax.analysis.planned.step_time import (
     Estimate,
     OpCost,
     TracedWork,
+    costs_in_equation,
     messages,
     op_secs,
     traced_work,
 )
 from parallax.analysis.planned.topology import read_topology
 from parallax.analysis.traced.collectives import Sent
+from parallax.analysis.traced.trace import walk
 from parallax.config.sections import ATTENTION
 from parallax.config.settings import default_settings
 from parallax.hardware import chips
@@ -247,6 +253,26 @@ def test_blocks_of_rows_are_known_as_such_on_gpus(published):
     rows, of_row = 256 * 2, 3 * 3 * 2 * 2 * 64 * 40  # three products in three passes of two layers
     assert flops[GROUPED_PRODUCTS] == of_row * (rows + 3 * 512)  # of four groups three begin within a tile
     assert 1 <= flops[IN_BLOCKS] / (of_row * rows) < 2  # blocks are padded
+
+
+def test_only_kernels_of_attention_are_counted_in_whole_lanes():
+    """Narrow heads fill lanes of a TPU with zeros; of another kernel only its bytes are known, whatever it reads."""
+
+    settings = with_keys(HALF, {"model.kernel": "xla", "model.vocab": 256})
+
+    def flops(name, *shapes, dtype=jnp.float32, where="v5e:1x1"):
+        arrays = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
+        call = pl.pallas_call(lambda *refs: None, out_shape=arrays[0], name=name)
+        model = model_on_topology(settings, read_topology(where))
+        cost = functools.partial(costs_in_equation, model=model, passes=None)
+        (op,) = walk(jax.make_jaxpr(call)(*arrays), rank={}, count=cost)
+        return op.flops
+
+    q_and_k, v = (1, 128, 64), (1, 128, 128)
+    attention = "splash_mha_fwd", q_and_k, q_and_k, v
+    assert flops(*attention) == 2 * 128 * 128 * (128 + 128)
+    assert flops(*attention, where="H100:1") == 2 * 128 * 128 * (64 + 128)
+    assert flops("lookup", (8, 128), dtype=jnp.int32) == flops("scale", ()) == 0
 
 
 def test_a_plan_gives_the_range_of_published_steps_beside_theirs():

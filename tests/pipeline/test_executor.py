@@ -100,6 +100,20 @@ def test_stages_that_act_in_loops_of_at_most_one_turn_give_what_those_in_branche
     assert counted["forward"] > 0  # loops whose turns depend on data could not be counted
 
 
+def test_a_forward_pass_can_be_differentiated_where_training_has_loops(monkeypatch):
+    """As losses of a user's own are, which read logits."""
+    monkeypatch.setattr(
+        "parallax.pipeline.model_on_mesh.copies_what_branches_return", lambda mesh: isinstance(mesh, Mesh)
+    )
+    model, batch = build((2, 1, 1), layers=3), make_batch()
+    for loss in (
+        lambda params: model.logits(params, batch["tokens"]).mean(),
+        lambda params: model.loss(params, batch)["loss"],
+    ):
+        gradient = jax.eval_shape(jax.grad(loss), model.shapes)
+        assert jax.tree.map(jnp.shape, gradient) == jax.tree.map(jnp.shape, model.shapes)
+
+
 @pytest.mark.fast(1)
 @pytest.mark.parametrize("policy", ["ddp", "zero3"])
 def test_gradients_of_an_embedding_add_up_over_the_places_of_a_token_in_float32(policy):

@@ -1,6 +1,7 @@
 """`pipeline.remat` as a set of parts changes nothing but what is saved and made again, and both are as predicted."""
 
 import itertools
+import re
 
 import flax.linen as nn
 import jax
@@ -37,6 +38,7 @@ from parallax.errors import ConfigError
 from parallax.model.kernels.flops import attention_flops
 from parallax.pipeline import loss_and_grads, model_on_mesh
 from parallax.sharding.mesh import mesh_of
+from parallax.sharding.slots import row_major
 from parallax.step.optimizer import make_optimizer
 from parallax.step.step import abstract_state, model_of
 
@@ -162,6 +164,24 @@ def test_in_stages_of_one_layer_slots_are_written_in_rows_and_inputs_read_in_row
     of_a_tick, in_loop, one_layer = (lowered("norm swiglu", mesh).count("@LayoutConstraint") for mesh in meshes)
     assert of_a_tick == in_loop > 0
     assert one_layer == 2 * of_a_tick + 1
+
+
+def test_in_stages_of_one_layer_activations_of_heads_are_written_as_attention_reads_them(monkeypatch):
+    """The tokens of a head are side by side, in F and in B; elsewhere arrays of four dims are in rows."""
+    monkeypatch.setattr(loss_and_grads, "relays_what_is_read", lambda mesh: True)
+
+    def layouts(mesh):
+        text = "\n".join(line for line in lowered("core", mesh).splitlines() if "@LayoutConstraint" in line)
+        return {*re.findall(r"result_layouts = \[dense<(\[\d, \d, \d, \d\])>", text)}
+
+    assert layouts((MODEL["layers"], 1, 1)) == {"[3, 1, 2, 0]"}
+    assert layouts((2, 1, 1)) == {"[3, 2, 1, 0]"}
+
+
+@pytest.mark.parametrize(("width", "in_rows"), [(64, True), (256, True), (192, False)])
+def test_activations_that_tiles_would_pad_keep_the_memory_layout_that_xla_chooses(width, in_rows):
+    text = jax.jit(row_major).lower(jax.ShapeDtypeStruct((2, 8, width), "float32")).as_text()
+    assert ("LayoutConstraint" in text) == in_rows
 
 
 @pytest.mark.fast(1)

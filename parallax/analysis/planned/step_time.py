@@ -527,7 +527,7 @@ def _product(equation: JaxprEqn, origin: Origin, *, model: ShardedModel) -> Coun
     if grouped:
         kernel, flops = GROUPED_PRODUCTS, flops + _flops_beside_groups(equation, model)
     elif name in KERNEL_CALLS:
-        kernel, flops = ATTENTION, flops * _padding(equation, model)
+        kernel, flops = ATTENTION, flops * _padding(equation, model) if flops else 0
     return Counter({OpCost(round(flops), moved, origin.direction, 0, matmul, kernel): 1})
 
 

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Literal
 from jax.sharding import PartitionSpec as P
 
-from parallax.analysis.traced.trace import step_program
+from parallax.analysis.traced.trace import as_traced, step_program
 from parallax.config.settings import Settings
 from parallax.jaxprs import Loop, called, closed, loop, needed
 from parallax.model.batch import BATCH_ARRAYS
@@ -129,6 +129,7 @@ def memory(model: ShardedModel, opt_state: Any, *, global_batch: int, seq: int) 
 
     The update of the parameters is assumed to be in place, and so never to need more memory than the passes.
     """
+    model = as_traced(model)  # the ticks' state must be that of the program
     traced = step_program(model, global_batch, seq).jaxpr
     (mapped,) = (equation for equation in traced.eqns if equation.primitive.name == "shard_map")
     program, params = flat(called(mapped)), len(jax.tree.leaves(model.shapes))

@@ -324,16 +324,24 @@ def abstract_mesh(sizes: Mapping[str, int], *, simulated: bool = False, chip: st
     return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=axis_types, abstract_device=device)
 
 
-@functools.lru_cache(maxsize=2)  # a report needs its model and the same on one device, each more than once
 def step_program(model: ShardedModel, global_batch: int, seq: int) -> ClosedJaxpr:
-    """The traced program of `loss_and_grad`, without dropout; the mesh may be abstract.
+    """The traced program of `loss_and_grad` of the model `as_traced`, without dropout; the mesh may be abstract."""
+    return _step_program(as_traced(model), global_batch, seq)
 
-    For GPUs it is that of an abstract mesh, which has branches where GPUs have loops of at most one turn.
-    """
-    if model.changes_in_loops:
-        model = model.replace(mesh=abstract_mesh(model.axis_sizes, chip=_chip_name(model.mesh)))
+
+@functools.lru_cache(maxsize=2)  # a report needs its model and the same on one device, each more than once
+def _step_program(model: ShardedModel, global_batch: int, seq: int) -> ClosedJaxpr:
     batch = {name: jax.ShapeDtypeStruct((global_batch, seq), "int32") for name in BATCH_ARRAYS}
     return jax.make_jaxpr(model.loss_and_grad)(model.shapes, batch)
+
+
+@functools.lru_cache(maxsize=4)  # the same two, and what they are traced as
+def as_traced(model: ShardedModel) -> ShardedModel:
+    """The model whose program is read: for GPUs on an abstract mesh, which has branches where GPUs have loops of at
+    most one turn, and residuals of a tick in that tick."""
+    if not model.changes_in_loops:
+        return model
+    return model.replace(mesh=abstract_mesh(model.axis_sizes, chip=_chip_name(model.mesh)))
 
 
 def _chip_name(mesh: Mesh) -> str:
