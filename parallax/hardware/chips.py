@@ -391,6 +391,18 @@ def chip(name: str) -> Chip:
     return CHIPS[SHORT[short]]
 
 
+def name_of_kind(device_kind: str) -> str:
+    """The name of the chip of this device kind; "" if it is unknown.
+
+    >>> name_of_kind("TPU v5 lite"), name_of_kind("TFRT_CPU")
+    ('TPU v5e', '')
+    """
+    try:
+        return chip(device_kind).name
+    except ConfigError:
+        return ""
+
+
 def mfu(model_flops: float, secs: float, peak_flops: float) -> float:
     """Model FLOPs utilization: model FLOPs over peak FLOP/s times the time; both of the same devices, one or all."""
     return model_flops / secs / peak_flops

@@ -188,13 +188,14 @@ def joint_pass(pipeline: Pipeline, state: State, row: Row, y: Array) -> tuple[Ar
 
     def both(kept: tuple[Any, list, EndsState]) -> tuple[tuple[Array, Array], tuple[Any, list, EndsState]]:
         saved, grads, ends = kept
+        here = state._replace(ends=ends)
         with jax.named_scope(FORWARD):
-            x, ahead = received(pipeline, state, row, "F"), pass_of(pipeline, row, "F")
+            x, ahead = received(pipeline, here, row, "F"), pass_of(pipeline, row, "F")
         with jax.named_scope(BACKWARD):
-            dy, back = received(pipeline, state._replace(ends=ends), row, "B"), pass_of(pipeline, row, "B")
+            dy, back = received(pipeline, here, row, "B"), pass_of(pipeline, row, "B")
         after = pipeline.saves.both(ahead, back, Both(x, dy, saved, grads))
         with jax.named_scope(BACKWARD):
-            ends = embedding_gradient(pipeline, state._replace(ends=ends), row, after.dy)
+            ends = embedding_gradient(pipeline, here, row, after.dy)
         return (after.x, after.dy), (after.saved, after.grads, ends)
 
     with jax.named_scope(JOINT):

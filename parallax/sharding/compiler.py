@@ -14,8 +14,8 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from parallax.errors import ConfigError, tell
-from parallax.hardware.chips import chip
+from parallax.errors import tell
+from parallax.hardware.chips import name_of_kind
 from parallax.sharding.platform import device_kind_planned, platform_traced
 from parallax.version import version_of
 
@@ -92,18 +92,10 @@ def compiler_options(mesh: Mesh, matmul: str = "compute", *, has_mixtures: bool 
         return (ABSENT if is_absent_gpus(mesh) else {}) | (FLOAT8_ON_GPU if matmul == "float8" else {})
     if not _is_on(mesh, "tpu"):
         return {}
-    name = _chip_name(mesh.devices.flat[0].device_kind)
+    name = name_of_kind(mesh.devices.flat[0].device_kind)
     options = OPTIONS.get(name, {})
     more = OF_MIXTURES.get(name, {}) if options and has_mixtures else {}
     return dict(_taken(name, mesh, tuple((options | more).items())))
-
-
-def _chip_name(device_kind: str) -> str:
-    """The chip's name; "" if it is unknown."""
-    try:
-        return chip(device_kind).name
-    except ConfigError:
-        return ""
 
 
 @functools.cache
@@ -174,7 +166,7 @@ def keeps_stream_in_rows(mesh: Mesh) -> bool:
     On v7x XLA lays it out with tokens last, and the backward pass with the width last: it copied and transposed what it
     read of it in each layer.
     """
-    return _is_on(mesh, "tpu") and _chip_name(mesh.devices.flat[0].device_kind) == "TPU v7x"
+    return _is_on(mesh, "tpu") and name_of_kind(mesh.devices.flat[0].device_kind) == "TPU v7x"
 
 
 def clears_what_is_overwritten(mesh: Mesh) -> bool:
@@ -204,7 +196,7 @@ def swaps_in_place() -> bool:
 
 def reads_heads_last() -> bool:
     """Whether the program being traced is for a chip that should have kernels of heads with these dims last."""
-    return platform_traced() == "tpu" and _chip_name(device_kind_planned()) in HEADS_LAST
+    return platform_traced() == "tpu" and name_of_kind(device_kind_planned()) in HEADS_LAST
 
 
 def first_group(mesh: Mesh, axes: Sequence[str]) -> int:

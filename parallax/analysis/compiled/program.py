@@ -136,8 +136,8 @@ def name_of(op_name: str) -> str:
         return "exit" if outermost else ""
     if outermost:
         return parts[scopes[0]]
-    inside = of_pass[of_pass.index(BRANCH) + 1 : -1]
-    if "while" in inside[inside[:1] == ["while"] :]:
+    inside = of_pass[of_pass.index(BRANCH) + 1 : -1]  # beginning with "while" where a loop is the branch
+    if "while" in (inside[1:] if inside[:1] == ["while"] else inside):
         return ""
     return "/".join([*dict.fromkeys((parts[scopes[0]], parts[scopes[-1]])), "end"])
 

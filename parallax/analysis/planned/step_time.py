@@ -59,6 +59,7 @@ from parallax.analysis.traced.flops import (
     KERNEL_CALLS,
     PRODUCT_PRIMITIVES,
     flops_per_token,
+    grouped_matrices,
     is_grouped,
     product_flops,
 )
@@ -532,7 +533,7 @@ def _product(equation: JaxprEqn, origin: Origin, *, model: ShardedModel) -> Coun
 
 
 def _padding(equation: JaxprEqn, model: ShardedModel) -> float:
-    """How much wider heads are in the lanes of a TPU than their numbers of queries, or keys, and values."""
+    """Width of heads in whole lanes of a TPU, queries' and values', over their own."""
     if model.is_simulated or is_for_gpus(model.mesh):
         return 1.0
     widths = [var.aval.shape[-1] for var in equation.invars if jnp.issubdtype(var.aval.dtype, jnp.floating)][:3:2]
@@ -544,9 +545,10 @@ def _flops_beside_groups(equation: JaxprEqn, model: ShardedModel) -> int:
     begins is computed for the one before, too, and on GPUs half of a group's last tile is empty."""
     if model.is_simulated:
         return 0
-    groups, *matrix = next(var.aval.shape for var in (*equation.outvars, *equation.invars) if var.aval.ndim == 3)
+    matrices = grouped_matrices(*(var.aval.shape for var in (*equation.invars, equation.outvars[0])))
+    groups = matrices[0][0]
     rows = groups * TILE_ROWS // 2 if is_for_gpus(model.mesh) else (groups - 1) * BLOCK_ROWS[0]
-    return 2 * rows * math.prod(matrix)
+    return sum(2 * rows * math.prod(matrix) for _, *matrix in matrices)
 
 
 class StepTime(NamedTuple):

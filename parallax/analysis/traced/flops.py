@@ -215,9 +215,13 @@ def grouped_flops(*shapes: Sequence[int]) -> int:
     >>> grouped_flops((10, 3), (2, 3, 4), (10, 4)), grouped_flops((10, 3), (10, 4), (2, 3, 4))
     (240, 240)
     """
+    return sum(2 * shapes[0][0] * math.prod(dims[1:]) for dims in grouped_matrices(*shapes))
+
+
+def grouped_matrices(*shapes: Sequence[int]) -> list[Sequence[int]]:
+    """Of such shapes those of matrices of all groups: the result, or operands that rows are multiplied with."""
     *operands, result = shapes
-    matrices = [result] if len(result) == 3 else [shape for shape in operands if len(shape) == 3]
-    return sum(2 * operands[0][0] * math.prod(dims[1:]) for dims in matrices)
+    return [result] if len(result) == 3 else [shape for shape in operands if len(shape) == 3]
 
 
 class Flops(NamedTuple):

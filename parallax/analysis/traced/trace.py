@@ -18,11 +18,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from parallax import jaxprs
-from parallax.errors import ConfigError
-from parallax.hardware.chips import GPUS, chip
+from parallax.hardware.chips import GPUS, name_of_kind
 from parallax.jaxprs import Loop, apply, called, closed, loop, needed
 from parallax.model import dense, families, lora, products
 from parallax.model.batch import BATCH_ARRAYS
@@ -341,15 +340,8 @@ def as_traced(model: ShardedModel) -> ShardedModel:
     most one turn, and residuals of a tick in that tick."""
     if not model.changes_in_loops:
         return model
-    return model.replace(mesh=abstract_mesh(model.axis_sizes, chip=_chip_name(model.mesh)))
-
-
-def _chip_name(mesh: Mesh) -> str:
-    """The name of the mesh's chips; "" if it is unknown."""
-    try:
-        return chip(mesh.devices.flat[0].device_kind).name
-    except ConfigError:
-        return ""
+    name = name_of_kind(model.mesh.devices.flat[0].device_kind)
+    return model.replace(mesh=abstract_mesh(model.axis_sizes, chip=name))
 
 
 def update_program(step: TrainStep) -> ClosedJaxpr:
