@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from parallax.model.context import Context
 from parallax.pipeline.embed_and_head import BatchedHead, EndsState, LossOnly, MicrobatchHead
 from parallax.pipeline.stage import (
     BACKWARD,
@@ -65,6 +66,7 @@ class Row(NamedTuple):
 
     values: dict[str, Array]
     tables: dict[str, np.ndarray]
+    contexts: dict[str, Context]  # of the passes whose branches do not read their own
 
     def __getitem__(self, name: str) -> Array:
         return jnp.maximum(self.values[name], 0)
@@ -91,10 +93,12 @@ def tick(
     not sent there, before B, which may read it. If F and B are one pass, the head comes after W, since ranks that run
     other passes would wait for each other there.
 
-    All that a pass reads is read in its branch, so that idle ranks read nothing.
+    All that a pass reads is read in its branch, so that idle ranks read nothing; but not the context of simulated
+    devices, see `contexts_before_branches`.
     """
     here = {name: value[lax.axis_index("pp")] if value.ndim else value for name, value in values.items()}
-    outputs, gathered, row, devices = {}, None, Row(here, tables), pipeline.layers.model.devices
+    outputs, gathered, row, devices = {}, None, Row(here, tables, {}), pipeline.layers.model.devices
+    row = row._replace(contexts=contexts_before_branches(pipeline, row, kinds))
     in_loop = pipeline.layers.changes_in_loops
     joint = pipeline.schedule.joint and "F" in kinds and "B" in kinds
     alone = {kind: f"{kind} alone" if joint else kind for kind in "FB"}  # entries of the table
@@ -276,9 +280,22 @@ def embedding_gradient(pipeline: Pipeline, state: State, row: Row, dx: Array) ->
     return ends
 
 
+def contexts_before_branches(pipeline: Pipeline, row: Row, kinds: str) -> dict[str, Context]:
+    """The contexts of F and B on simulated devices. XLA for CPUs fuses what is read in a branch with what reads it: of
+    a stage with one layer it would compute attention's mask for each score of each head, from segments in a slot."""
+    if not pipeline.layers.model.is_simulated:
+        return {}
+    return {kind: microbatch_context(pipeline, row, kind) for kind in "FB" if kind in kinds}
+
+
+def microbatch_context(pipeline: Pipeline, row: Row, kind: str) -> Context:
+    """What layers read of the microbatch of this tick's F or B."""
+    return pipeline.layers.model.context(pipeline.ends.tokens, row[kind])
+
+
 def pass_of(pipeline: Pipeline, row: Row, kind: str) -> Pass:
     """This tick's pass of a kind: its context, stage and slots."""
-    context = pipeline.layers.model.context(pipeline.ends.tokens, row[kind]) if kind in "FB" else None
+    context = row.contexts.get(kind) or microbatch_context(pipeline, row, kind) if kind in "FB" else None
     chunk = row[f"chunk {kind}"] if pipeline.schedule.virtual > 1 else 0
     slots = {pool: (row[f"{pool} {kind}"],) for pool, tables in pipeline.schedule.slot.items() if kind in tables}
     key = pipeline.layers.rounding

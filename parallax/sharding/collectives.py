@@ -141,8 +141,24 @@ def all_gather(pattern: str, x: Array, *, first: Callable[[tuple[str, ...]], int
             _refuse(pattern, f"only the last axes of a dim can be gathered; {before.names[dim]} needs another order")
         if gone := tuple(axis for axis in old[len(new) :] if is_bound(axis)):
             for groups in _gather_groups(ranks_over(gone), first(gone)):
-                x = lax.all_gather(x, _named(gone), axis=dim, tiled=True, axis_index_groups=groups)
+                x = _gathered(x, _named(gone), dim, groups)
     return x
+
+
+def _gathered(x: Array, axes: str | tuple[str, ...], dim: int, groups: list[list[int]] | None) -> Array:
+    """Pieces of all ranks, or of a group's, side by side in `dim`."""
+    if dim == 0 or not _sends_leading_dims():
+        return lax.all_gather(x, axes, axis=dim, tiled=True, axis_index_groups=groups)
+    pieces = lax.all_gather(x, axes, axis_index_groups=groups)
+    whole = *x.shape[:dim], len(pieces) * x.shape[dim], *x.shape[dim + 1 :]
+    return jnp.moveaxis(pieces, 0, dim).reshape(whole)
+
+
+def _sends_leading_dims() -> bool:
+    """Whether gathers and scatters are along a dim of their own, before all others. XLA for CPUs lays out an array
+    with the dim of such a message first, over a single rank, too: the residual stream would be transposed in memory
+    before and after each, where here pieces are put side by side."""
+    return platform_traced() == "cpu"
 
 
 def _gather_groups(ranks: int, first: int) -> list[list[list[int]] | None]:
@@ -165,8 +181,13 @@ def reduce_scatter(pattern: str, x: Array) -> Array:
         forward   reduce_scatter of x over the axes that come
         backward  the transposes
     """
-    for dim, come, _ in _cut_further(pattern, x, "scattered after the axes that shard it"):
-        x = lax.psum_scatter(as_varying(x, come), _named(come), scatter_dimension=dim, tiled=True)
+    for dim, come, size in _cut_further(pattern, x, "scattered after the axes that shard it"):
+        x = as_varying(x, come)
+        if dim == 0 or not _sends_leading_dims():
+            x = lax.psum_scatter(x, _named(come), scatter_dimension=dim, tiled=True)
+        else:
+            pieces = x.reshape(*x.shape[:dim], ranks_over(come), size, *x.shape[dim + 1 :])
+            x = lax.psum_scatter(jnp.moveaxis(pieces, dim, 0), _named(come))
     return x
 
 

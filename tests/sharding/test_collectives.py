@@ -1,6 +1,7 @@
 """Every collective sends what its pattern says, forward and backward, on each axis; NumPy says what that is."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -70,6 +71,18 @@ def test_all_gather_collects_pieces(axis, dim):
 def test_reduce_scatter_adds_and_keeps_its_own(axis, dim):
     pattern = [f"seq d_ff -> seq/{axis} d_ff", f"seq d_ff +{axis} -> seq d_ff/{axis}"][dim]
     check(lambda x: reduce_scatter(pattern, x), (2, 2), along(axis, scattered(dim)))
+
+
+@pytest.mark.parametrize("ranks", [1, 8])
+def test_compiled_for_cpus_no_gather_and_no_scatter_transposes_the_residual_stream(ranks):
+    def twice(x):
+        return reduce_scatter("batch seq d_model -> batch seq d_model/tp", jnp.sin(gather(jnp.sin(x))))
+
+    gather, spec = (lambda x: all_gather("batch seq d_model/tp -> batch seq d_model", x)), P(None, None, "tp")
+    step = jax.jit(jax.shard_map(twice, mesh=mesh_of(1, 1, ranks), in_specs=spec, out_specs=spec))
+    compiled = step.lower(jax.ShapeDtypeStruct((2, 8, 32), jnp.float32)).compile().as_text()
+    layouts = {layout for layout in re.findall(r"f32\[[\d,]*\]\{([\d,]+)\}", compiled) if layout.count(",") > 1}
+    assert layouts and all(layout[0] == str(layout.count(",")) for layout in layouts)  # the last dim is the fastest
 
 
 @pytest.mark.parametrize("first", [2, 4, 8])
