@@ -50,10 +50,10 @@ def test_each_chip_is_told_what_was_measured_on_it(kind, said, refusing):
     assert said <= {name for name, on in options.items() if on} and bool(said) == bool(options)
 
 
-@pytest.mark.parametrize("kind", ["TPU v5p", "TPU7x"])
-def test_an_operation_may_fill_64_mib_of_vmem_where_products_are_faster_with_it(kind, refusing):
+@pytest.mark.parametrize(("kind", "mib"), [("TPU v5 lite", 32), ("TPU v5p", 64), ("TPU7x", 64)])
+def test_an_operation_may_fill_more_vmem_where_products_are_faster_with_it(kind, mib, refusing):
     refusing(lambda options: "")
-    assert compiler_options(mesh_on((1, 16, 1), (4, 4, 1), kind))["xla_tpu_scoped_vmem_limit_kib"] == 64 * 1024
+    assert compiler_options(mesh_on((1, 16, 1), (4, 4, 1), kind))["xla_tpu_scoped_vmem_limit_kib"] == mib * 1024
 
 
 def test_models_with_experts_are_told_more_where_other_options_are(refusing, monkeypatch):
