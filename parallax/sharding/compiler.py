@@ -52,7 +52,7 @@ RAGGED_DOT = {"xla_tpu_enable_ragged_dot_kernel": True}
 OPTIONS = {
     "TPU v5e": EXCHANGE | RAGGED_DOT,
     "TPU v5p": EXCHANGE | ASYNC_RAGGED | SPARSE_CORES | VMEM,
-    "TPU v6e": RAGGED_DOT,
+    "TPU v6e": EXCHANGE | SPARSE_CORES | VMEM | RAGGED_DOT,
     "TPU v7x": EXCHANGE | SPARSE_CORES | VMEM,
 }
 # In addition, of models with experts. On v5e compute waits for the rows sent to them, too, without the option for that.
