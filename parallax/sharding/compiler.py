@@ -53,7 +53,7 @@ RAGGED_DOT = {"xla_tpu_enable_ragged_dot_kernel": True}
 OPTIONS = {
     "TPU v5e": EXCHANGE | RAGGED_DOT | {VMEM: 32_768},
     "TPU v5p": EXCHANGE | ASYNC_RAGGED | SPARSE_CORES | {VMEM: 65_536},
-    "TPU v6e": RAGGED_DOT,
+    "TPU v6e": EXCHANGE | SPARSE_CORES | RAGGED_DOT | {VMEM: 65_536},
     "TPU v7x": EXCHANGE | SPARSE_CORES | {VMEM: 65_536},
 }
 # In addition, of models with experts. On v5e compute waits for the rows sent to them, too, without the option for that.
@@ -79,6 +79,8 @@ if version_of("jaxlib").startswith("0.10."):
 # Chips on which the gradient of attention's output, a product with a kernel of heads, takes twice as long if the dim
 # that it sums over is the last in memory.
 HEADS_LAST = ("TPU v6e", "TPU v7x")
+# Chips on which the forward pass has the residual stream's tokens last in memory: see `keeps_stream_in_rows`.
+TOKENS_LAST = ("TPU v6e", "TPU v7x")
 
 Said = tuple[tuple[str, bool | int], ...]
 
@@ -164,10 +166,10 @@ def fuses_norms_into_products(mesh: Mesh) -> bool:
 def keeps_stream_in_rows(mesh: Mesh) -> bool:
     """Whether the forward pass should have the residual stream in row-major memory layout.
 
-    On v7x XLA lays it out with tokens last, and the backward pass with the width last: it copied and transposed what it
-    read of it in each layer.
+    On v6e and v7x XLA lays it out with tokens last, and the backward pass with the width last: it copied and transposed
+    what it read of it in each layer.
     """
-    return _is_on(mesh, "tpu") and name_of_kind(mesh.devices.flat[0].device_kind) == "TPU v7x"
+    return _is_on(mesh, "tpu") and name_of_kind(mesh.devices.flat[0].device_kind) in TOKENS_LAST
 
 
 def clears_what_is_overwritten(mesh: Mesh) -> bool:

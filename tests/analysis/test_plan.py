@@ -396,7 +396,7 @@ def test_advice_names_the_kernel_of_the_chips_that_are_planned_for(topology, ker
     ("topology", "now", "offered"),
     [("H100:2x2", "compute", "float32"), ("H100:4", "compute", ""), ("v5e:2x2", "compute", "")]
     + [(where, "float32", "compute") for where in ("H100:2x2", "H100:4", "v5e:2x2")]
-    + [("v5p:2x2x1", "compute", "float32"), ("v7x:2x1x1", "compute", "float32")],
+    + [(where, "compute", "float32") for where in ("v5p:2x2x1", "v6e:2x2", "v7x:2x1x1")],
 )
 def test_sums_by_rings_are_offered_to_gpus_on_several_hosts_and_where_sparse_cores_run_them(topology, now, offered):
     settings = tiny(mesh_dp=4, model_dtype="bfloat16", fsdp_reduce=now)
