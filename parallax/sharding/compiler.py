@@ -79,8 +79,9 @@ if version_of("jaxlib").startswith("0.10."):
 # Chips on which the gradient of attention's output, a product with a kernel of heads, takes twice as long if the dim
 # that it sums over is the last in memory.
 HEADS_LAST = ("TPU v6e", "TPU v7x")
-# Chips on which the forward pass has the residual stream's tokens last in memory: see `keeps_stream_in_rows`.
-TOKENS_LAST = ("TPU v6e", "TPU v7x")
+# Chips on which XLA lays out the residual stream with tokens last in the forward pass, and with the width last in the
+# backward pass.
+STREAM_IN_ROWS = ("TPU v5p", "TPU v6e", "TPU v7x")
 
 Said = tuple[tuple[str, bool | int], ...]
 
@@ -166,10 +167,10 @@ def fuses_norms_into_products(mesh: Mesh) -> bool:
 def keeps_stream_in_rows(mesh: Mesh) -> bool:
     """Whether the forward pass should have the residual stream in row-major memory layout.
 
-    On v6e and v7x XLA lays it out with tokens last, and the backward pass with the width last: it copied and transposed
-    what it read of it in each layer.
+    On v5p, v6e and v7x XLA lays it out with tokens last, and the backward pass with the width last: it copied and
+    transposed what it read of it in each layer.
     """
-    return _is_on(mesh, "tpu") and name_of_kind(mesh.devices.flat[0].device_kind) in TOKENS_LAST
+    return _is_on(mesh, "tpu") and name_of_kind(mesh.devices.flat[0].device_kind) in STREAM_IN_ROWS
 
 
 def clears_what_is_overwritten(mesh: Mesh) -> bool:

@@ -77,7 +77,7 @@ def test_slots_are_carried_from_tick_to_tick_where_each_tick_would_clear_them():
 
 @pytest.mark.parametrize(
     ("kind", "heads", "stream"),
-    [("TPU v5 lite", False, False), ("TPU v5p", False, False), ("TPU v6 lite", True, True), ("TPU7x", True, True)],
+    [("TPU v5 lite", False, False), ("TPU v5p", False, True), ("TPU v6 lite", True, True), ("TPU7x", True, True)],
 )
 def test_memory_layouts_are_said_for_chips_on_which_they_were_compiled(kind, heads, stream):
     device = jax.sharding.AbstractDevice(kind, None, "tpu")
