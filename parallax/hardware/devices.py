@@ -1,7 +1,6 @@
 """Simulated CPU devices, and detection of this machine's accelerators, even if JAX does not find them."""
 
 import contextlib
-import ctypes
 import importlib.util
 import math
 import os
@@ -10,7 +9,6 @@ import resource
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from platform import libc_ver
 from typing import TYPE_CHECKING
 
 from parallax.errors import ConfigError, first_line
@@ -25,9 +23,6 @@ GOOGLE = "0x1ae0"  # PCI vendor id
 NO_TPU = ("0x0042", "0x001f")  # Google's network card and disk, which machines without TPU have, too
 SET_BY_JAX = ("TPU_SKIP_MDS_QUERY", "TPU_LIBRARY_PATH")
 CPU_THREADS = ("PJRT_NPROC", "NPROC")  # number of XLA's threads for all CPU devices together; the first one set counts
-
-# Options of glibc's mallopt (malloc.h): M_ARENA_MAX, M_MMAP_MAX and M_TRIM_THRESHOLD, of which -1 is no limit.
-KEEP_FREED = {-8: 1, -4: 0, -1: -1}
 
 
 def gpu_files(root: Path = ROOT) -> list[str]:
@@ -93,7 +88,6 @@ def simulate_devices(count: int, processes: int = 1) -> None:
         jax.config.update("jax_num_cpu_devices", count)
         jax.config.update("jax_platforms", "cpu")
         keep_a_thread_free(count)
-        keep_freed_memory()
     except RuntimeError as error:
         present = len(jax.devices())
         if jax.default_backend() == "cpu" and present == count:
@@ -118,18 +112,6 @@ def keep_a_thread_free(devices: int) -> None:
     given = [os.environ[name] for name in CPU_THREADS if os.environ.get(name, "").isdecimal()]
     threads = int(given[0]) if given else usable_cpus()
     os.environ[CPU_THREADS[0]] = str(max(threads, devices + 1))
-
-
-def keep_freed_memory() -> None:
-    """Have glibc keep freed memory for later allocations; other C libraries stay as they are.
-
-    XLA allocates the temporaries of a CPU device in each run. By default glibc returns large ones to the kernel, which
-    clears their pages again for the next run: with a pipeline of eight ranks more than a tenth of a step's CPU time.
-    Memory for anything else is taken from the same heap, which therefore is the only one.
-    """
-    if libc_ver()[0] == "glibc":
-        for option, value in KEEP_FREED.items():
-            ctypes.CDLL(None).mallopt(option, value)
 
 
 def usable_cpus(root: Path = ROOT) -> int:

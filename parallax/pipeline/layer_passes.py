@@ -233,7 +233,7 @@ def layer_passes(
     remat: str,
     *,
     split: bool,
-    in_rows: InRows,
+    in_rows: InRows = AS_XLA_CHOOSES,
     norms_apart: bool = False,
     plan: ShardingPlan,
     stack: str,

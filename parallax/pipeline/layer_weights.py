@@ -19,7 +19,7 @@ from parallax.model.products import (
     with_largest_weights,
 )
 from parallax.pipeline.model_on_mesh import ModelOnMesh
-from parallax.sharding.plan import ParameterPlan, entry
+from parallax.sharding.plan import entry
 from parallax.sharding.slots import read_entry
 
 
@@ -39,16 +39,9 @@ class LayerWeights:
     def gathered(self, place: Array | int, x: Array | None = None) -> dict[str, Any]:
         """The collections of a layer's weights, gathered; on simulated devices only after `x`, which its pass reads
         first."""
-        return {"params": self.model.plan.use(self.of_layer(place, x), self.stack)}
-
-    def of_layer(self, place: Array | int, x: Array | None) -> Any:
-        """A layer's resident weights; on simulated devices those that are sent only after `x`."""
-
-        def read(row: ParameterPlan, stacked: Array) -> Array:
-            weight = read_entry(stacked, place)
-            return self.model.devices.after(weight, x) if row.is_gathered_per_use else weight
-
-        return jax.tree.map(read, entry(self.model.plan.rows, self.stack), self.resident)
+        weights = jax.tree.map(lambda weight: read_entry(weight, place), self.resident)
+        weights = self.model.devices.after(weights, x)
+        return {"params": self.model.plan.use(weights, self.stack)}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -71,7 +64,8 @@ class RoundedWeights(LayerWeights):
 
     def gathered(self, place: Array | int, x: Array | None = None) -> dict[str, Any]:
         plan, config = self.model.plan, self.model.config
-        weights = self.of_layer(place, x)
+        weights = jax.tree.map(lambda weight: read_entry(weight, place), self.resident)
+        weights = self.model.devices.after(weights, x)
         maxima = None if self.maxima is None else jax.tree.map(lambda most: read_entry(most, place), self.maxima)
         given = plan.scales(self.stack), config.dtype, config.matmul_form, maxima
         return apart(plan.use(rounded_kernels(weights, *given), self.stack), *given)

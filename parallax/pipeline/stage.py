@@ -87,11 +87,11 @@ class SaveNothing:
         """Zero gradients of the layers of each kind."""
         return []
 
-    def forward(self, this: Pass, x: Array, saved: Any) -> tuple[Array, Any, Any]:
-        """F of one microbatch: the stage's output, `saved` with what is saved of it written, and the last layer's
+    def forward(self, this: Pass, x: Array, saved: Any) -> tuple[Array, tuple[Any, Any]]:
+        """F of one microbatch: the stage's output; `saved` with what is saved of it written, and the last layer's
         weights, as `each_layer` returns them."""
         (y, saved), _, gathered = each_layer(this._replace(work=self.work), (x, saved), [])
-        return y, saved, gathered
+        return y, (saved, gathered)
 
 
 class SaveObservations(SaveNothing):
@@ -143,10 +143,10 @@ class SaveLayers(SaveNothing):
 class SaveStageInput(SaveLayers):
     """F saves the stage's input, and B runs the stage's layers again first."""
 
-    def forward(self, this: Pass, x: Array, saved: Any) -> tuple[Array, Any, Any]:
+    def forward(self, this: Pass, x: Array, saved: Any) -> tuple[Array, tuple[Any, Any]]:
         saved = saved | {"F to B": [write_slot(saved["F to B"][0], [x], *this.slots["F to B"])]}
-        y, _, gathered = SaveNothing().forward(this, x, None)
-        return y, saved, gathered
+        y, (_, gathered) = SaveNothing().forward(this, x, None)
+        return y, (saved, gathered)
 
     def backward(self, this: Pass, dy: Array, saved: Any, grads: list) -> tuple[Array, Any, list]:
         here, _, recomputed = self._again(this._replace(gathered=None), saved, dy)
@@ -174,7 +174,7 @@ class SaveStageInput(SaveLayers):
             [zeros(leaf, this.layers.per_stage(kind)) for leaf in passes.saved["F to B"]] for kind, passes in kinds
         ]
         here = this._replace(slots=this.slots | {"F to B": ()})  # for this pass alone: one slot
-        y, recomputed, gathered = super().forward(here, x, {"F to B": empty})
+        y, (recomputed, gathered) = super().forward(here, x, {"F to B": empty})
         return here._replace(gathered=gathered), y, recomputed
 
     def _slots(self, layers: Layers, x: Array, pool: str, count: int) -> list[list[Array]]:

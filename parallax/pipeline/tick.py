@@ -109,7 +109,11 @@ def tick(
         with jax.named_scope(FORWARD):
             outputs["F"], (saved, gathered) = changed_over_pp(
                 row.acts(alone["F"]),
-                lambda kept: forward(pipeline, state._replace(saved=kept[0]), row),
+                lambda kept: pipeline.saves.forward(
+                    x=received(pipeline, state, row, "F"),
+                    this=pass_of(pipeline, row, "F"),
+                    saved=kept[0],
+                ),
                 lambda: jnp.zeros_like(state.messages["F"][0]),
                 (state.saved, None),
                 in_loop=in_loop,
@@ -118,7 +122,14 @@ def tick(
     if joint:
         outputs["F"], outputs["B"], state = joint_pass(pipeline, state, row, outputs["F"])
     elif "F" in kinds and row.ever("exit"):
-        state = state._replace(ends=head(pipeline, state, row, outputs["F"]))
+        _, ends = changed_over_pp(
+            row.acts("exit"),  # the same on every rank, so that no rank waits here for one that does not act
+            lambda ends: ((), pipeline.ends.on_last_stage_output(ends, row["exit"], row["exit F"], outputs["F"])),
+            lambda: (),
+            state.ends,
+            in_loop=in_loop,
+        )
+        state = state._replace(ends=ends)
     if state.unsent is not None:  # on simulated devices after F and the head; else nothing of this tick comes before
         state = send(pipeline, state, row, {"B": devices.after(state.unsent, state.ends.loss)})
     if "B" in kinds:
@@ -152,13 +163,6 @@ def tick(
     return send(pipeline, state, row, outputs), None
 
 
-def forward(pipeline: Pipeline, state: State, row: Row) -> tuple[Array, tuple[Any, Any]]:
-    """F: the stage's output; what is saved after it, and the last layer's weights."""
-    x, this = received(pipeline, state, row, "F"), pass_of(pipeline, row, "F")
-    y, saved, gathered = pipeline.saves.forward(this, x, state.saved)
-    return y, (saved, gathered)
-
-
 Changed = tuple[list[Any], Any, EndsState]  # by B: gradients, what is saved, and both ends
 
 
@@ -173,18 +177,6 @@ def backward(pipeline: Pipeline, state: State, row: Row, gathered: Any) -> tuple
     dy, this = received(pipeline, state, row, "B"), pass_of(pipeline, row, "B")._replace(gathered=gathered)
     dx, saved, grads = pipeline.saves.backward(this, dy, state.saved, state.grads)
     return dx, (grads, saved, embedding_gradient(pipeline, state, row, dx))
-
-
-def head(pipeline: Pipeline, state: State, row: Row, y: Array) -> EndsState:
-    """Both ends after the head of the last stage's output, which is `y` on its rank."""
-    _, ends = changed_over_pp(
-        row.acts("exit"),  # the same on every rank, so that no rank waits here for one that does not act
-        lambda ends: ((), pipeline.ends.on_last_stage_output(ends, row["exit"], row["exit F"], y)),
-        lambda: (),
-        state.ends,
-        in_loop=pipeline.layers.changes_in_loops,
-    )
-    return ends
 
 
 def joint_pass(pipeline: Pipeline, state: State, row: Row, y: Array) -> tuple[Array, Array, State]:
@@ -218,7 +210,14 @@ def head_of_joint_tick(
 ) -> tuple[dict[str, Array], State]:
     """The head after all passes of a tick: the outputs, which wait for it, and the state after it."""
     devices = pipeline.layers.model.devices
-    ends = head(pipeline, state, row, devices.after(outputs["F"], made_last(pipeline, state, outputs)))
+    y = devices.after(outputs["F"], made_last(pipeline, state, outputs))
+    _, ends = changed_over_pp(
+        row.acts("exit"),
+        lambda ends: ((), pipeline.ends.on_last_stage_output(ends, row["exit"], row["exit F"], y)),
+        lambda: (),
+        state.ends,
+        in_loop=pipeline.layers.changes_in_loops,
+    )
     return {kind: devices.after(output, ends.loss) for kind, output in outputs.items()}, state._replace(ends=ends)
 
 

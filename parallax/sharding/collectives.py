@@ -141,17 +141,13 @@ def all_gather(pattern: str, x: Array, *, first: Callable[[tuple[str, ...]], int
             _refuse(pattern, f"only the last axes of a dim can be gathered; {before.names[dim]} needs another order")
         if gone := tuple(axis for axis in old[len(new) :] if is_bound(axis)):
             for groups in _gather_groups(ranks_over(gone), first(gone)):
-                x = _gathered(x, _named(gone), dim, groups)
+                if dim == 0 or not _sends_leading_dims():
+                    x = lax.all_gather(x, _named(gone), axis=dim, tiled=True, axis_index_groups=groups)
+                else:
+                    pieces = lax.all_gather(x, _named(gone), axis_index_groups=groups)
+                    whole = *x.shape[:dim], len(pieces) * x.shape[dim], *x.shape[dim + 1 :]
+                    x = jnp.moveaxis(pieces, 0, dim).reshape(whole)
     return x
-
-
-def _gathered(x: Array, axes: str | tuple[str, ...], dim: int, groups: list[list[int]] | None) -> Array:
-    """Pieces of all ranks, or of a group's, side by side in `dim`."""
-    if dim == 0 or not _sends_leading_dims():
-        return lax.all_gather(x, axes, axis=dim, tiled=True, axis_index_groups=groups)
-    pieces = lax.all_gather(x, axes, axis_index_groups=groups)
-    whole = *x.shape[:dim], len(pieces) * x.shape[dim], *x.shape[dim + 1 :]
-    return jnp.moveaxis(pieces, 0, dim).reshape(whole)
 
 
 def _sends_leading_dims() -> bool:

@@ -136,7 +136,7 @@ def layer_alone():
                            is_leaf=lambda leaf: hasattr(leaf, "layout"))  # fmt: skip
     weights = {"params": weights}
     plan = build((1, 1, 1), attention="mla").plan
-    given = dict(in_rows=False, plan=plan, stack="blocks", weights=weights, x=x, context=context)
+    given = dict(plan=plan, stack="blocks", weights=weights, x=x, context=context)
     whole, divided = (layer_passes(block, "none", split=split, **given) for split in (False, True))
     return whole, divided, weights, x, context, dy
 

@@ -68,7 +68,7 @@ class ToyModel:
 def passes_of(remat, split, weights, x):
     one = {"params": jax.tree.map(lambda w: w[0], weights)}
     given = dict(weights=one, x=x, context=NoDropout(), plan=ToyModel(LAYERS, 0), stack="blocks")
-    return layer_passes(ToyLayer(), remat, split=split, in_rows=False, **given)
+    return layer_passes(ToyLayer(), remat, split=split, **given)
 
 
 def toy_stage(remat, weights, x, *, split=False, layers=LAYERS, prefetch=0):
@@ -130,7 +130,7 @@ def plain_passes(weights, x, dy, layers):
 def test_a_stage_pass_by_pass_has_the_gradient_of_its_layers(remat, prefetch, split, layers):
     weights, x, dy = toy()
     saves, residuals, this = toy_stage(remat, weights, x, split=split, layers=layers, prefetch=prefetch)
-    y, residuals, gathered = saves.forward(this, x, residuals)
+    y, (residuals, gathered) = saves.forward(this, x, residuals)
     back = this._replace(gathered=gathered)
     dx, residuals, grads = saves.backward(back, dy, residuals, [jax.tree.map(jnp.ones_like, weights)])
     if split:
@@ -153,7 +153,7 @@ def test_what_is_kept_is_what_remat_says():
     shapes = {}
     for remat in REMAT:
         saves, residuals, this = toy_stage(remat, weights, x)
-        _, residuals, _ = saves.forward(this, x, residuals)
+        _, (residuals, _) = saves.forward(this, x, residuals)
         (kept,) = residuals["F to B"]
         shapes[remat] = [leaf.shape for leaf in kept]
         if remat != "none":
@@ -204,7 +204,7 @@ def test_a_layer_saves_neither_weights_nor_context():
     one, factor = {"params": jax.tree.map(lambda w: w[0], weights)}, jnp.full((2, WIDTH), 3.0)
     context = Factor(factor)
     given = dict(weights=one, x=x, context=context, plan=ToyModel(LAYERS, 0), stack="blocks")
-    passes = layer_passes(TimesContext(), "none", split=False, in_rows=False, **given)
+    passes = layer_passes(TimesContext(), "none", split=False, **given)
     assert isinstance(passes, SaveAll)
     _, saved = passes.forward(one, x, context)
     assert not any(leaf is known for leaf in saved["F to B"] for known in (*one["params"].values(), factor))
