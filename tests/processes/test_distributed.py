@@ -535,7 +535,7 @@ def test_a_step_of_ten_medians_has_its_stacks_printed_once(capfd):
 
 
 def test_what_is_no_step_is_not_watched(capfd):
-    with Watchdog(2.0, least_secs=0.05) as watchdog:
+    with Watchdog(2.0, least_secs=0.3) as watchdog:
         for step in range(1, 10):
             watchdog.begin(step)
             time.sleep(0.02)
