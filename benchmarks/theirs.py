@@ -28,9 +28,8 @@ class Theirs(NamedTuple):
     recomputes: bool = False  # what is between products; attention is recomputed as here
     exchange: str = ""  # of a mixture's tokens; with "" its experts are priced as here
     sums: str = "bfloat16"  # the dtype of gradients that are summed over ranks
-    in_turn: bool = (
-        False  # whether a token's experts are next to each other, in place of any; of either all have as many
-    )
+    # Whether a token's experts are next to each other, in place of any; of either all have as many.
+    in_turn: bool = False
     slots: bool = False  # whether it copies activations to and from slots, as scans of XLA do
     host_secs: float = 0.0  # in which its host launches what a layer of experts needs, forward and backward
     blocks: tuple[int, ...] = ()  # tokens of the blocks that attention computes in windows, forward and backward

@@ -366,9 +366,9 @@ def _placeholders_backward(
     def of_tokens(sums: tuple[Array, Array, list]) -> tuple[Array, Array, list]:
         return _summed(sums[0], given.rows), _summed(sums[1], given.rows.of_choices()), sums[2]
 
-    dx, dweights, most = _remaining_rounds(sizes, given, lambda: sums, further_tokens, of_tokens)
+    dx, dweights, largest = _remaining_rounds(sizes, given, lambda: sums, further_tokens, of_tokens)
     kernels = _remaining_rounds(sizes, given, sums_of_kernels, further_kernels, lambda kernels: kernels)
-    of_d_gate, of_d_up, of_hidden = most
+    of_d_gate, of_d_up, of_hidden = largest
     most = (of_x, of_d_gate), (of_x, of_d_up), (of_hidden, given.experts.down.most(dy_ND))
     d_experts = given.experts.with_gradients(kernels, most)
     return dweights.reshape(weights_NK.shape), ExchangedRows(dx, d_experts, None, None, None)
