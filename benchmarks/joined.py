@@ -18,7 +18,6 @@ from parallax.model.attention import GQA
 from parallax.model.context import Context
 from parallax.model.dense import Dense
 from parallax.model.mlp import GatedMLP
-from parallax.model.rope import rotate
 from parallax.sharding.activations import activation
 from parallax.sharding.collectives import reshard
 from parallax.sharding.einsum import einsum
@@ -39,9 +38,7 @@ class JoinedGQA(GQA):
         x = reshard(f"{self.residual} -> {self.family.input('d_model')}", x)
         y, starts = self._product(x)
         q, k, v = jnp.split(y, starts, axis=-2)
-        q, k = self.q_norm(self.read_by_norm(q)), self.k_norm(self.read_by_norm(k))
-        q = checkpoint_name(rotate(q, context.rope), "q")
-        return q, checkpoint_name(rotate(k, context.rope), "kv"), checkpoint_name(v, "kv")
+        return *self._rotated(q, k, context), checkpoint_name(v, "kv")
 
     def _product(self, x: Array) -> tuple[Array, Sequence[int]]:
         return joined(x, (self.q, self.k, self.v), dim=-2)

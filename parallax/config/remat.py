@@ -22,6 +22,9 @@ REMAT_PARTS = {
     "swiglu": "silu(gate) * up of the MLP, and of shared experts; of others what is between their products",
     "down": "with norms after the MLP, what they read: its down projection",
 }
+# The means over a token's width from which its norms are computed: no part of a set, but saved with each set where
+# `saves_means_of_norms` says so.
+NORM_MEANS = "norm_means"
 WITHOUT_PRODUCTS = (NORM, "qk", "router", "dispatch", "swiglu")
 # Names for sets of parts.
 OF_HEADS = ("q", "kv")

@@ -30,6 +30,7 @@ from parallax.model.norm import RMSNorm
 from parallax.model.rope import rotate
 from parallax.sharding.activations import ROWS, SEQ, activation
 from parallax.sharding.collectives import cut, offset, vary_alike
+from parallax.sharding.compiler import scales_queries_first
 from parallax.sharding.layout import Layout
 from parallax.sharding.parameter import parameter
 from parallax.sharding.streams import Streams, tokens_in_order
@@ -366,8 +367,11 @@ class GQA(nn.Module):
         norm_of = HeadsNorm if self.qk_norm_over == "projection" else RMSNorm
         norm = partial(norm_of, sizes=self.sizes, eps=self.norm_eps, part=ATTENTION, scaling=self.qk_norm_scale)
         self.q_norm, self.k_norm = (norm(out), norm(wide)) if self.qk_norm else (as_it_is, as_it_is)
-        # Without a norm the backward pass does not read them, since rotation is linear.
-        self.rotations = (rotate, as_it_is) if self.qk_norm_after_rope else (as_it_is, rotate)  # around the norms
+        # Queries are scaled in float32, before they are rounded; cached keys are the same in either case.
+        self.scales_first = scales_queries_first() and not self.qk_norm_after_rope
+        # Without a norm the backward pass does not read what is rotated, since rotation is linear.
+        self.before_norms, self.k_after_norm = (rotate, as_it_is) if self.qk_norm_after_rope else (as_it_is, rotate)
+        self.q_after_norm = partial(rotate, scale=self._scale) if self.scales_first else self.k_after_norm
         self.sink_logits = Sinks(self.sizes) if self.sinks else no_sinks
         self.largest_logits = LargestLogits(self.sizes) if self.clips else as_it_is
         self.read_by_norm = partial(checkpoint_name, name="qk") if self.qk_norm else as_it_is
@@ -395,13 +399,15 @@ class GQA(nn.Module):
     def _project(self, x: Array, context: Context) -> tuple[Array, Array, Array]:
         x = self.family.read(self.residual, x)
         x = self.q.input(x, part="norm", before=self.residual)
-        q, k = tokens_in_order(self.q(x)), tokens_in_order(self.k(x))
-        before, after = self.rotations
-        q, k = before(q, context.rope), before(k, context.rope)
-        q, k = self.q_norm(self.read_by_norm(q)), self.k_norm(self.read_by_norm(k))
-        q = checkpoint_name(context.tempered(after(q, context.rope)), "q")
-        k = checkpoint_name(after(k, context.rope), "kv")
+        q, k = self._rotated(tokens_in_order(self.q(x)), tokens_in_order(self.k(x)), context)
         return q, k, checkpoint_name(tokens_in_order(self.v(x)), "kv")
+
+    def _rotated(self, q: Array, k: Array, context: Context) -> tuple[Array, Array]:
+        """Queries and keys, rotated and normed; queries times the part of the scale that `_scores` leaves out."""
+        q, k = self.before_norms(q, context.rope), self.before_norms(k, context.rope)
+        q, k = self.q_norm(self.read_by_norm(q)), self.k_norm(self.read_by_norm(k))
+        q = checkpoint_name(context.tempered(self.q_after_norm(q, context.rope)), "q")
+        return q, checkpoint_name(self.k_after_norm(k, context.rope), "kv")
 
     def _attend(self, q: Array, k: Array, v: Array, mask: Mask) -> Array | Streams:
         k, v = (self._read_by_these_queries(heads, q.shape[2]) for heads in (k, v))
@@ -411,8 +417,9 @@ class GQA(nn.Module):
 
     @property
     def _scores(self) -> dict[str, Any]:
-        """What becomes of scores: arguments of `attend`."""
-        return dict(scale=self._scale, cap=self.score_cap, sinks=self.sink_logits())
+        """What becomes of scores: arguments of `attend`. Their scale is the factor that `_rotated` leaves for them."""
+        scale = 1.0 if self.scales_first else self._scale
+        return dict(scale=scale, cap=self.score_cap, sinks=self.sink_logits())
 
     @property
     def _scale(self) -> float:

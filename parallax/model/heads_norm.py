@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from parallax.config.sections import DIRECT, ONE_PLUS, UNSCALED
+from parallax.model.norm import named_means
 from parallax.sharding.collectives import all_reduce
 from parallax.sharding.layout import Layout
 from parallax.sharding.parameter import parameter
@@ -36,7 +37,7 @@ class HeadsNorm(nn.Module):
         wide = x.astype(jnp.float32)
         squares = jnp.sum(jnp.square(wide), axis=(-2, -1))
         squares = all_reduce(f"{tokens.with_partial(*layout.cut_of(heads))} -> {tokens}", squares)
-        inverse = lax.rsqrt(squares / (self.sizes[heads] * self.sizes[width]) + self.eps)
+        inverse = lax.rsqrt(named_means(squares / (self.sizes[heads] * self.sizes[width])) + self.eps)
         y = wide * inverse[..., None, None]
         if self.scaling != UNSCALED:
             first = nn.initializers.zeros if self.scaling == ONE_PLUS else nn.initializers.ones

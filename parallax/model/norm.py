@@ -7,7 +7,9 @@ from functools import partial
 import flax.linen as nn
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.ad_checkpoint import checkpoint_name
 
+from parallax.config.remat import NORM_MEANS
 from parallax.config.sections import DIRECT, ONE_PLUS, UNSCALED, ModelConfig
 from parallax.sharding.collectives import all_reduce
 from parallax.sharding.layout import Layout
@@ -67,7 +69,13 @@ def mean(layout: Layout, sizes: Mapping[str, int], x: Array) -> Array:
     """The mean of each token over the last dim of x, of which the layout says how it is sharded."""
     tokens, axes = Layout(layout.names[:-1], layout.axes[:-1]), layout.axes[-1]
     total = all_reduce(f"{tokens.with_partial(*axes)} -> {tokens}", jnp.sum(x, axis=-1))
-    return total / sizes[layout.names[-1]]
+    return named_means(total / sizes[layout.names[-1]])
+
+
+def named_means(means: Array) -> Array:
+    """Means of a norm, with their activation name if there is one for each token. Those of each head are not saved: the
+    pass that reads the heads sums them, and they take 1/64 of what 16-bit heads of 128 take."""
+    return checkpoint_name(means, NORM_MEANS) if means.ndim == 2 else means
 
 
 def norms_of(model: ModelConfig) -> dict[str, Callable[..., nn.Module]]:

@@ -13,7 +13,7 @@ import jax
 from jax import Array
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
-from parallax.config.remat import AFTER_ATTENTION, LAYER_INPUT, NORM, OF_HEADS, saved_parts
+from parallax.config.remat import AFTER_ATTENTION, LAYER_INPUT, NORM, NORM_MEANS, OF_HEADS, saved_parts
 from parallax.jaxprs import part
 from parallax.model.context import Context
 from parallax.model.lora import noise_of
@@ -235,6 +235,7 @@ def layer_passes(
     split: bool,
     in_rows: InRows = AS_XLA_CHOOSES,
     norms_apart: bool = False,
+    norm_means: bool = False,
     plan: ShardingPlan,
     stack: str,
     weights: Any,
@@ -243,8 +244,9 @@ def layer_passes(
 ) -> LayerPasses:
     """The passes of a stack's layers for a gathered layer's weights, an input and a context of these shapes.
 
-    `norms_apart`: whether recomputed norms are apart from what reads them, as `fuses_norms_into_products` says. With
-    remat="stage" a stage runs its layers again before B, and these passes save all for the time of B.
+    `norms_apart`: whether recomputed norms are apart from what reads them, as `fuses_norms_into_products` says.
+    `norm_means`: whether a set saves what `saves_means_of_norms` says, too. With remat="stage" a stage runs its layers
+    again before B, and these passes save all for the time of B.
     Raises ConfigError if the block names an activation that `pipeline.remat` does not know.
     """
     *vjp, program = traced_vjp(block, plan, stack, weights, x, context)
@@ -254,7 +256,7 @@ def layer_passes(
     )
     parts, apart = saved_parts(remat), [NORM] if norms_apart else []
     if parts is not None:
-        selection = select(program, now=[0], names=parts)
+        selection = select(program, now=[0], names=(*parts, NORM_MEANS) if norm_means else parts)
         if apart:
             selection = selection._replace(recompute=inlined(selection.recompute, apart))
         named = jax.eval_shape(jaxpr_as_fun(selection.make), *given)[1:]

@@ -27,7 +27,7 @@ from parallax.schedules import gpipe_on
 from parallax.sharding import activations
 from parallax.sharding.activations import CONTEXT_AXIS, ROWS, SHARED_ROWS
 from parallax.sharding.collectives import as_varying, reshard, sum_over
-from parallax.sharding.compiler import keeps_stream_in_rows, relays_what_is_read
+from parallax.sharding.compiler import keeps_stream_in_rows, relays_what_is_read, saves_means_of_norms
 from parallax.sharding.rounding import rounding_key
 from parallax.sharding.slots import zeros
 from parallax.sharding.zigzag import context_ranks, to_order
@@ -147,6 +147,7 @@ def passes_of_training(layers: Layers, ends: MicrobatchHead | BatchedHead) -> li
     model = layers.model
     read, stream = relays_what_is_read(model.mesh), keeps_stream_in_rows(model.mesh)
     settings = dict(remat=model.pipeline.remat, split=model.schedule.split, norms_apart=model.norms_apart)
+    settings |= dict(norm_means=saves_means_of_norms(model.mesh))
     shapes = [jax.tree.flatten(arguments) for arguments in arguments_of_layers(layers, ends)]
 
     def carried_in_rows(stack: str) -> bool:

@@ -21,7 +21,7 @@ import jax
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
-from parallax.config.remat import REMAT_PARTS
+from parallax.config.remat import NORM_MEANS, REMAT_PARTS
 from parallax.errors import ConfigError, nearest
 from parallax.jaxprs import CALLS, LOOPS_AND_BRANCHES, SCALED_MATMUL, ancestors, apply, called, part, within
 
@@ -98,7 +98,7 @@ def select_inlined(whole: ClosedJaxpr, *, now: Collection[int], names: Collectio
     """The same for a program without calls."""
     jaxpr = whole.jaxpr
     named = {e.outvars[0]: e.params["name"] for e in jaxpr.eqns if e.primitive.name == "name"}
-    for name in sorted(set(named.values()) - set(REMAT_PARTS)):
+    for name in sorted(set(named.values()) - {*REMAT_PARTS, NORM_MEANS}):
         raise ConfigError(
             f"checkpoint_name(..., {name!r}) in a layer: pipeline.remat has no such part; {nearest(name, REMAT_PARTS)}"
         )

@@ -31,6 +31,7 @@ from parallax.errors import ConfigError
 from parallax.inference import layer_sequences
 from parallax.inference.decode import CacheForm, Decoder, Prompts
 from parallax.inference.generate import complete, generate, stream
+from parallax.model import attention
 from parallax.model.kernels.blockwise import LONGEST_SIDE
 from parallax.pipeline import ShardedModel
 from parallax.sharding.layers_on_ranks import Arrangement
@@ -237,6 +238,19 @@ def test_a_cache_has_a_windows_slots_for_each_layer_with_it():
 )
 def test_a_model_stored_for_another_order_of_layers_decodes_the_same(name, mesh, schedule, virtual):
     check_decoding(name, model_on(name, mesh, PLAIN, schedule, virtual))
+
+
+@pytest.mark.fast(1)
+@pytest.mark.parametrize(
+    ("name", "mesh"), [("gqa", (2, 1, 2)), pytest.param("one window", (1, 1, 1), marks=pytest.mark.slow)]
+)
+def test_where_queries_are_scaled_first_decoding_reads_the_same_cache(name, mesh, monkeypatch):
+    """Keys are cached as they are, so the logits are those of the forward pass that scales scores."""
+    full_forward(name)
+    scaled = []
+    monkeypatch.setattr(attention, "scales_queries_first", lambda: scaled.append(True) or True)
+    check_decoding(name, model_on.__wrapped__(name, mesh))
+    assert scaled
 
 
 def check_decoding(name, model, *, prefill=7, chunk=1):

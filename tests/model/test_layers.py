@@ -233,6 +233,24 @@ def test_a_temperature_that_is_given_is_taken_and_a_magnitude_multiplies_what_is
     np.testing.assert_allclose(turned[1], 1.5 * turned[0], **CLOSE)
 
 
+@pytest.mark.parametrize("width", [64, 128])
+def test_queries_scaled_in_their_rotation_are_rounded_once(width):
+    """In bfloat16; scaled afterwards they are rounded again, unless the factor is a power of two."""
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 64, 4, width)), "bfloat16")
+    tables, factor = rope(width=width).tables(jnp.arange(128).reshape(2, 64)), width**-0.5
+    exact = factor * double(rotate(x.astype("float32"), tables))
+    half_unit = 2.0 ** (np.floor(np.log2(np.abs(exact))) - 8)  # of what lies between two numbers of bfloat16
+    clear = np.abs(exact) > 0.01  # of smaller ones, differences of large terms, float32 has errors, too
+
+    def largest_error(q):
+        assert q.dtype == "bfloat16"
+        return (np.abs(double(q) - exact) / half_unit)[clear].max()
+
+    once, after = largest_error(rotate(x, tables, scale=factor)), largest_error(rotate(x, tables) * factor)
+    assert once < 1.01
+    assert after == once if width == 64 else after > 1.5
+
+
 def test_scores_depend_on_the_distance_of_positions_alone():
     rng = np.random.default_rng(0)
     q, k = rng.normal(size=(2, 1, 1, 1, 8)).astype(np.float32)

@@ -11,6 +11,8 @@ from support.plain_model import plain_losses_and_grad
 from support.tiny_model import HIDDEN_CUT, SEQ, SEQ_CUT, build, make_batch, params_of, section
 from test_parity import GRADIENT_ERROR, LOSS_ERROR, Z_COEFFICIENT, leaf_errors
 
+from parallax.model import attention
+
 NORMED = dict(attention="gqa", qk_norm=True)
 CHOICES = {
     "attention_scale": dict(attention_scale=0.5),
@@ -88,6 +90,24 @@ AXES = {
     "all_gather": dict(mesh=(2, 1, 1, 1, 2), context="all_gather", schedule="one_f_one_b"),
     "ep": dict(mesh=(2, 1, 2, 1, 1, 2), schedule="dualpipe_v"),
 }
+
+
+SCALED_FIRST = {
+    "all together": ALL | dict(qk_norm_after_rope=False),
+    "another temperature in some layers": dict(attention="gqa", kinds="far=(rope_scaling='yarn', rope_factor=4.0)")
+    | dict(layers_of="(dense far)*2"),
+    "norm after rope": CHOICES["norm after rope"],  # they stay as they are
+}
+
+
+@pytest.mark.fast(1)
+@pytest.mark.parametrize("axis", ["ring", "pp"])
+@pytest.mark.parametrize("name", SCALED_FIRST)
+def test_queries_scaled_where_they_are_rotated_give_the_plain_models_gradients(name, axis, monkeypatch):
+    asked = []
+    monkeypatch.setattr(attention, "scales_queries_first", lambda: asked.append(True) or True)
+    check(SCALED_FIRST[name], **AXES[axis])
+    assert asked
 
 
 @pytest.mark.slow

@@ -210,6 +210,46 @@ def test_where_the_stream_is_kept_in_rows_it_is_written_and_read_in_rows(monkeyp
     assert lowered("norm swiglu").count("@LayoutConstraint") == before + 3
 
 
+MEANS = {
+    "context, divided": dict(mesh=(1, 1, 1, 1, 2), context="ring", schedule="zero_bubble", remat="elementwise kv"),
+    "divided": dict(mesh=(2, 1, 2), schedule="zero_bubble", qk_norm=True, residual=HIDDEN_CUT, remat="elementwise"),
+    "latents": dict(mesh=(1, 2, 1), attention="mla", d_latent_q=16, remat="norm swiglu ffn"),
+    "centred": dict(mesh=(1, 1, 2), norm="layer", norm_bias=True, residual=HIDDEN_CUT, remat="norm"),
+}
+
+
+@pytest.mark.fast(1)
+@pytest.mark.parametrize("name", MEANS)
+def test_saved_means_of_norms_change_no_number(name, monkeypatch, record_property):
+    monkeypatch.setattr(loss_and_grads, "saves_means_of_norms", lambda mesh: True)
+    case = dict(microbatches=4, attention="gqa") | MEANS[name]
+    check_parity(SCHEDULES.get(case.get("schedule"), {}) | case, record_property)
+
+
+@pytest.mark.fast(1)
+@pytest.mark.parametrize(
+    ("changes", "means"),
+    [
+        ({}, 2),
+        (dict(qk_norm=True), 2),  # those of each head are not saved
+        (dict(qk_norm=True, qk_norm_over="projection"), 4),
+        (dict(norm="layer"), 4),
+        (dict(attention="mla", d_latent_q=16), 4),
+    ],
+    ids=str,
+)
+def test_slots_of_any_set_hold_the_means_of_its_norms_too(changes, means, monkeypatch):
+    sets = "norm swiglu", "elementwise core", "attention"
+    before = [saved_bytes(remat, "gpipe", 4, **changes) for remat in sets]
+    _, of_layers, _ = saved_bytes("layer", "gpipe", 4, **changes)
+    monkeypatch.setattr(loss_and_grads, "saves_means_of_norms", lambda mesh: True)
+    for remat, (model, carried, planned) in zip(sets, before, strict=True):
+        entries = means * ROWS // 4 * SEQ * MODEL["layers"] // 2 * model.schedule.slots["F to B"]
+        _, *after = saved_bytes(remat, "gpipe", 4, **changes)
+        assert after == [carried + 4 * entries, planned + 4 * entries]
+    assert saved_bytes("layer", "gpipe", 4, **changes)[1] == of_layers
+
+
 # ---- what is made again
 
 

@@ -17,6 +17,8 @@ from parallax.sharding.compiler import (
     first_group,
     keeps_stream_in_rows,
     reads_heads_last,
+    saves_means_of_norms,
+    scales_queries_first,
 )
 
 
@@ -76,15 +78,22 @@ def test_slots_are_carried_from_tick_to_tick_where_each_tick_would_clear_them():
 
 
 @pytest.mark.parametrize(
-    ("kind", "heads", "stream"),
-    [("TPU v5 lite", False, False), ("TPU v5p", False, True), ("TPU v6 lite", True, True), ("TPU7x", True, True)],
+    ("kind", "heads", "stream", "fewer_passes"),
+    [
+        ("TPU v5 lite", False, False, False),
+        ("TPU v5p", False, True, True),
+        ("TPU v6 lite", True, True, False),
+        ("TPU7x", True, True, False),
+    ],
 )
-def test_memory_layouts_are_said_for_chips_on_which_they_were_compiled(kind, heads, stream):
+def test_what_a_compiler_is_spared_is_for_chips_on_which_it_was_compiled(kind, heads, stream, fewer_passes):
     device = jax.sharding.AbstractDevice(kind, None, "tpu")
     with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("dp",), abstract_device=device)):
-        assert reads_heads_last() == heads
-    assert keeps_stream_in_rows(mesh_on((1, 1, 1), (1, 1, 1), kind)) == stream
-    assert not reads_heads_last() and not keeps_stream_in_rows(mesh_of(1, 1, 1))
+        assert (reads_heads_last(), scales_queries_first()) == (heads, fewer_passes)
+    mesh = mesh_on((1, 1, 1), (1, 1, 1), kind)
+    assert (keeps_stream_in_rows(mesh), saves_means_of_norms(mesh)) == (stream, fewer_passes)
+    assert not reads_heads_last() and not scales_queries_first()
+    assert not keeps_stream_in_rows(mesh_of(1, 1, 1)) and not saves_means_of_norms(mesh_of(1, 1, 1))
 
 
 def test_a_kernel_of_heads_has_their_dims_last_in_memory(monkeypatch):

@@ -73,7 +73,7 @@ def plain_largest(model, params, batch):
     return np.stack(largest)
 
 
-PLAIN_ATTEND = plain_model.plain_attend
+PLAIN_ATTEND, LARGEST = plain_model.plain_attend, attention.largest_logits
 
 
 def measured(model, params, batch):
@@ -106,6 +106,18 @@ def test_largest_logits_are_those_of_whole_rows_of_scores(mesh, name, changes):
     expected = np.maximum(plain_largest(model, params, batch), 0)
     assert (expected > LIMIT).any() and (expected < LIMIT).any(), expected
     np.testing.assert_allclose(measured(model, params, batch), expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("mesh", [(1, 1, 1), pytest.param((2, 1, 2), marks=pytest.mark.slow)])
+def test_largest_logits_are_those_of_scores_where_queries_are_scaled_first(mesh, monkeypatch):
+    expected = plain_largest(model_on(mesh, "gqa"), stirred(model_on(mesh, "gqa")), make_batch(16))
+    scales = []
+    monkeypatch.setattr(attention, "scales_queries_first", lambda: True)
+    largest = lambda *given, scale: scales.append(scale) or LARGEST(*given, scale=scale)  # noqa: E731
+    monkeypatch.setattr(attention, "largest_logits", largest)
+    model = model_on(mesh, "gqa")
+    np.testing.assert_allclose(measured(model, stirred(model), make_batch(16)), np.maximum(expected, 0), rtol=1e-5)
+    assert {*scales} == {1.0}
 
 
 @pytest.mark.parametrize("window", [0, 3])
