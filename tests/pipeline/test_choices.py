@@ -12,6 +12,7 @@ from support.tiny_model import HIDDEN_CUT, SEQ, SEQ_CUT, build, make_batch, para
 from test_parity import GRADIENT_ERROR, LOSS_ERROR, Z_COEFFICIENT, leaf_errors
 
 from parallax.model import attention
+from parallax.pipeline import loss_and_grads
 
 NORMED = dict(attention="gqa", qk_norm=True)
 CHOICES = {
@@ -103,9 +104,10 @@ SCALED_FIRST = {
 @pytest.mark.fast(1)
 @pytest.mark.parametrize("axis", ["ring", "pp"])
 @pytest.mark.parametrize("name", SCALED_FIRST)
-def test_queries_scaled_where_they_are_rotated_give_the_plain_models_gradients(name, axis, monkeypatch):
+def test_queries_scaled_first_and_saved_means_of_norms_give_the_plain_models_gradients(name, axis, monkeypatch):
     asked = []
     monkeypatch.setattr(attention, "scales_queries_first", lambda: asked.append(True) or True)
+    monkeypatch.setattr(loss_and_grads, "saves_means_of_norms", lambda mesh: True)
     check(SCALED_FIRST[name], **AXES[axis])
     assert asked
 
