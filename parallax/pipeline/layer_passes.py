@@ -142,11 +142,12 @@ class SaveLayerInput(SaveAll):
     in_rows: InRows = AS_XLA_CHOOSES
 
     def forward(self, weights: Any, x: Array, context: Context) -> tuple[Array, Pools]:
+        x = row_major(x) if self.in_rows.stream else x
         return self.block.apply(weights | noise_of(context), x, context), {"F to B": [x]}
 
     def residuals(self, weights: Any, context: Context, saved: Pools) -> list[Array]:
         (x,) = saved["F to B"]
-        x = row_major(x) if self.in_rows.carried else x
+        x = row_major(x) if self.in_rows.carried or self.in_rows.stream else x
         return self.output_and_residuals(weights, x, context)[1]
 
 

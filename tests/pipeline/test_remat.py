@@ -206,8 +206,10 @@ def test_where_the_stream_is_kept_in_rows_it_is_written_and_read_in_rows(monkeyp
     """The input in F and in B, and the stream after attention in F; B reads what has a name in rows anyway."""
     monkeypatch.setattr(loss_and_grads, "relays_what_is_read", lambda mesh: True)
     before = lowered("norm swiglu").count("@LayoutConstraint")
+    assert lowered("layer").count("@LayoutConstraint") == 0
     monkeypatch.setattr(loss_and_grads, "keeps_stream_in_rows", lambda mesh: True)
     assert lowered("norm swiglu").count("@LayoutConstraint") == before + 3
+    assert lowered("layer").count("@LayoutConstraint") == 2
 
 
 MEANS = {
