@@ -813,12 +813,12 @@ def main() -> None:
     if wrong := [at for at in args.rows or () if not 0 <= at < len(rows)]:
         parser.error(f"--rows {wrong[0]}: there are rows 0 to {len(rows) - 1}")
     print(f"| step | half | published | {'planned' if args.analytic else 'predicted'} | of it |", end="")
-    print(" as theirs | of it |\n|---|---|---|---|---|---|---|" if args.analytic else "\n|---|---|---|---|---|")
+    print(" as theirs | of it |" if args.analytic else " GiB | MFU |", "|---" * 7 + "|", sep="\n")
     shares: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for at in numbers_of(rows, args.half) if args.rows is None else args.rows:
         started, row = time.perf_counter(), rows[at]
-        plans = planned_secs(row) if args.analytic else (compiled_secs(row),)
-        parts = [f"{secs:.3f} s | {secs / row.secs:.2f}" for secs in plans]
+        plans, compiled = (planned_secs(row), []) if args.analytic else compiled_step(row)
+        parts = [f"{secs:.3f} s | {secs / row.secs:.2f}" for secs in plans] + compiled
         print(
             f"| [{row.title}]({row.source}) |", " | ".join([half_of(row), f"{row.secs:.2f} s", *parts]), "|", flush=True
         )
@@ -918,13 +918,15 @@ def planned_secs(row: Published) -> tuple[float, float]:
     return ours, max(step.secs, Mixture(settings, topology, theirs).host_secs / (1 - step.bubble))
 
 
-def compiled_secs(row: Published) -> float:
-    """Seconds of the compiled step, with kernels at their peak."""
+def compiled_step(row: Published) -> tuple[tuple[float], list[str]]:
+    """Seconds of the compiled step, with kernels at their peak; GiB of a device, arguments and temporaries, and MFU."""
     from parallax.analysis.planned.step_time import compile_and_read
     from parallax.analysis.planned.topology import devices_of
 
     settings, topology = settings_of(row)
-    return compile_and_read(settings, topology, devices_of(topology), kernel_efficiency=1.0).time.total_secs
+    step = compile_and_read(settings, topology, devices_of(topology), kernel_efficiency=1.0)
+    gib = (step.arguments + step.temporaries) / 2**30
+    return (step.time.total_secs,), [f"{gib:.2f}", f"{100 * step.time.mfu:.1f} %"]
 
 
 if __name__ == "__main__":

@@ -83,7 +83,7 @@ HEADS_LAST = ("TPU v6e", "TPU v7x")
 # backward pass.
 STREAM_IN_ROWS = ("TPU v5p", "TPU v6e", "TPU v7x")
 # Chips on which steps were compiled both with and without two passes over memory.
-FEWER_PASSES = ("TPU v5p",)
+FEWER_PASSES = ("TPU v5p", "TPU v7x")
 
 Said = tuple[tuple[str, bool | int], ...]
 
