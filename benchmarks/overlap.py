@@ -112,7 +112,7 @@ ROWS = {
         Row(PIPELINE | {"mesh.dp": 4, "pipeline.virtual": 2, "pipeline.microbatches": 32}),
         Row(FEW),
         Row(FEW | {"data_parallel.policy": "zero1", "data_parallel.exceptions": "embedding=zero3 head=zero3"}),
-        Row(FEW | {"data_parallel.policy": "zero3"}),
+        Row(FEW | {"data_parallel.policy": "zero3", "data_parallel.exceptions": ""}),
         Row(JOINED),
         Row(ONE_KERNEL),
         Row(TABLE_FIRST),

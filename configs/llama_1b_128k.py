@@ -33,6 +33,9 @@ def get_config() -> ConfigDict:
     config.pipeline.microbatches = 1
     # Attention is four fifths of the work: its results are kept, and all that is cheap beside it is recomputed.
     config.pipeline.remat = "elementwise qkv out ffn"
+    # Memory is for what is saved of long rows.
+    config.data_parallel.exceptions = ""
+    config.loss.chunk_tokens = 1024
 
     config.optimizer.learning_rate = 1e-4
     config.optimizer.warmup_steps = 200

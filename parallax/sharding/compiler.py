@@ -81,9 +81,9 @@ if version_of("jaxlib").startswith("0.10."):
 HEADS_LAST = ("TPU v6e", "TPU v7x")
 # Chips on which XLA lays out the residual stream with tokens last in the forward pass, and with the width last in the
 # backward pass.
-STREAM_IN_ROWS = ("TPU v5p", "TPU v6e", "TPU v7x")
+STREAM_IN_ROWS = ("TPU v5e", "TPU v5p", "TPU v6e", "TPU v7x")
 # Chips on which steps were compiled both with and without two passes over memory.
-FEWER_PASSES = ("TPU v5p", "TPU v7x")
+FEWER_PASSES = ("TPU v5e", "TPU v5p", "TPU v7x")
 
 Said = tuple[tuple[str, bool | int], ...]
 
@@ -169,7 +169,7 @@ def fuses_norms_into_products(mesh: Mesh) -> bool:
 def keeps_stream_in_rows(mesh: Mesh) -> bool:
     """Whether the forward pass should have the residual stream in row-major memory layout.
 
-    On v5p, v6e and v7x XLA lays it out with tokens last, and the backward pass with the width last: it copied and
+    On these chips XLA lays it out with tokens last, and the backward pass with the width last: it copied and
     transposed what it read of it in each layer.
     """
     return _is_on(mesh, "tpu") and name_of_kind(mesh.devices.flat[0].device_kind) in STREAM_IN_ROWS
@@ -180,7 +180,8 @@ def saves_means_of_norms(mesh: Mesh) -> bool:
     them again.
 
     XLA computes them in a pass of their own over the stream, before the products that read the norm. On v5p a layer's
-    two take 0.42 of 32.7 ms of its backward pass in configs/llama2_7b_64.py.
+    two take 0.42 of 32.7 ms of its backward pass in configs/llama2_7b_64.py, on v5e 0.31 of 14.3 in
+    configs/llama_1b_16.py.
     """
     return _is_on(mesh, "tpu") and name_of_kind(mesh.devices.flat[0].device_kind) in FEWER_PASSES
 
@@ -219,7 +220,8 @@ def scales_queries_first() -> bool:
     """Whether the program being traced is for a chip on which queries should be scaled where they are rotated.
 
     The kernel of attention reads scaled queries. XLA writes the rotated ones to their slot, and scales them in another
-    pass: on v5p 0.27 of 17.3 ms of a layer's forward pass in configs/llama2_7b_64.py.
+    pass: on v5p 0.27 of 17.3 ms of a layer's forward pass in configs/llama2_7b_64.py, on v5e 0.20 of 7.35 in
+    configs/llama_1b_16.py.
     """
     return platform_traced() == "tpu" and name_of_kind(device_kind_planned()) in FEWER_PASSES
 
