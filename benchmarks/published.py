@@ -913,8 +913,8 @@ def planned_secs(row: Published) -> tuple[float, float]:
     if not (theirs := theirs_of(row.title, on_gpus=not topology.is_tpu)):
         return ours, ours
     work = as_theirs(traced, theirs, settings, topology)
-    hidden = dict(packed=row.packed, hidden_axes=theirs.hides.split(), sums=theirs.sums)
-    step = estimate(settings, topology, held, work, host, **hidden)
+    hidden = dict(hidden_axes=theirs.hides.split(), sums=theirs.sums, waits_for_sums=theirs.waits_for_sums)
+    step = estimate(settings, topology, held, work, host, packed=row.packed, **hidden)
     return ours, max(step.secs, Mixture(settings, topology, theirs).host_secs / (1 - step.bubble))
 
 

@@ -6,6 +6,7 @@ Each of its experts multiplies its rows in a product of its own, and rows are mo
 """
 
 import math
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -27,7 +28,8 @@ class Theirs(NamedTuple):
     hides: str = ""  # axes over which it sends beside its work
     recomputes: bool = False  # what is between products; attention is recomputed as here
     exchange: str = ""  # of a mixture's tokens; with "" its experts are priced as here
-    sums: str = "bfloat16"  # the dtype of gradients that are summed over ranks
+    sums: str = "bfloat16"  # the dtype of gradients that are summed over ranks; with "" they are sent as here
+    waits_for_sums: bool = False  # whether it waits for reduce-scatters that SparseCores could hide
     # Whether a token's experts are next to each other, in place of any; of either all have as many.
     in_turn: bool = False
     slots: bool = False  # whether it copies activations to and from slots, as scans of XLA do
@@ -124,6 +126,10 @@ THEIRS = {
         exchange=ONCE, host_secs=HOST_SECS
     ),
 }
+# On v6e the SparseCores send no reduce-scatters: MaxText's flags of each recipe (benchmarks/xla_flags_library.py and
+# maxtext_trillium_model_configs.py) fuse gathers into compute, and at most all-reduces are the SparseCores';
+# axlearn/common/compiler_options.py has the same for FSDP over a whole slice.
+ON_V6E = XLA._replace(sums="", waits_for_sums=True)
 # MaxText's splash kernel has blocks of these sizes in windows, too: sa_block_q and sa_block_kv, and those of dkv.
 THEIRS |= {f"MaxText, gpt-oss-120b on {chips} v7x": XLA._replace(sums="", blocks=(1024, 2048)) for chips in (64, 256)}
 # Commands of llm.q that recompute: --recompute-ffn or -swiglu, and -norm.
@@ -139,8 +145,9 @@ THEIRS |= {
 
 
 def theirs_of(title: str, *, on_gpus: bool) -> Theirs | None:
-    """What the program of this row does otherwise; None for this project's, and for those of TPUs."""
-    return THEIRS.get(title) or (PROGRAMS.get(title.split(",")[0]) if on_gpus else None)
+    """What the program of this row does otherwise; None for this project's, and for those of most TPUs."""
+    of_chip = ON_V6E if re.search(r"\bv6e\b", title) else None
+    return THEIRS.get(title) or (PROGRAMS.get(title.split(",")[0]) if on_gpus else of_chip)
 
 
 def as_theirs(traced: Any, theirs: Theirs, settings: Any, topology: Any) -> Any:

@@ -113,9 +113,6 @@ PUBLISHED_OVER_PLANNED = {
     ("gpu", True): (0.96, 2.94),
 }
 Passes = GpuPasses | RowPasses | None
-# Chips whose SparseCores hide reduce-scatters, but which are priced with waits for them: what their products reach was
-# fitted to published steps in this way.
-FITTED_WITH_WAITS = ("TPU v6e",)
 KERNEL_PARTS = (ATTENTION, GROUPED_PRODUCTS)  # kernels, which no compiler of XLA's prices
 BACKWARD_PASS = "backward"  # a direction of Origin
 
@@ -313,10 +310,12 @@ def estimate(
     packed: bool = True,
     hidden_axes: Collection[str] = (),
     sums: str = "",
+    waits_for_sums: bool = False,
 ) -> Estimate:
     """Estimate the step of a traced program on these chips; without `host`, no arrays are in host memory. Rows are
-    `packed` documents, or one document each. Another program may send beside its work what goes over `hidden_axes`, and
-    sum gradients by reduce-scatters of numbers of the dtype `sums`, where here all-to-alls bring what is added up."""
+    `packed` documents, or one document each. Another program may send beside its work what goes over `hidden_axes`, sum
+    gradients by reduce-scatters of numbers of the dtype `sums`, where here all-to-alls bring what is added up, and wait
+    for reduce-scatters that SparseCores could hide (`waits_for_sums`)."""
     host = host or HostMemory()
     bandwidth = topology.chip.hbm_bandwidth * topology.chip.reached.memory
     timed = [(op.direction, op.count * op_secs(op, settings, topology, packed=packed)) for op in traced.products]
@@ -324,7 +323,9 @@ def estimate(
     work = sum(secs for _, secs in timed)
     sent = [
         message._replace(hides=message.hides or is_over(message.axes.split(), hidden_axes))
-        for message in messages(traced.sent, topology, settings, traced.per_use, sums=sums)
+        for message in messages(
+            traced.sent, topology, settings, traced.per_use, sums=sums, waits_for_sums=waits_for_sums
+        )
     ]
     hiding = sum(message.secs for message in sent if message.hides)
     hidden = hidden_secs(work, hiding)
@@ -401,11 +402,17 @@ def copy_secs(call: Sent, settings: Settings, chip: Chip) -> float:
 
 
 def messages(
-    sent: Iterable[Sent], topology: Topology, settings: Settings, per_use: SentPerUse, *, sums: str = ""
+    sent: Iterable[Sent],
+    topology: Topology,
+    settings: Settings,
+    per_use: SentPerUse,
+    *,
+    sums: str = "",
+    waits_for_sums: bool = False,
 ) -> list[CollectiveTime]:
-    """Times of the traced collectives, without those that send nothing; `sums` as in `estimate`."""
+    """Times of the traced collectives, without those that send nothing; `sums` and `waits_for_sums` as `estimate`."""
     sizes, reached, times = settings.mesh.sizes, topology.as_reached, []
-    hides_sums = hides_reduce_scatters(topology.chip.name) and topology.chip.name not in FITTED_WITH_WAITS
+    hides_sums = hides_reduce_scatters(topology.chip.name) and not waits_for_sums
     hiding = ["all-gather", "all-to-all", *["reduce-scatter"] * hides_sums]
     for call in sent:
         if not call.bytes:
