@@ -415,15 +415,17 @@ def test_the_slices_are_those_of_the_picture_in_the_page():
     assert [received(start, 3) for start in (0, 3)] == [["b c d", "a f -"], ["e - -", "- - -"]]
 
 
-def as_documented(x, output, input_offsets, send_sizes, output_offsets, recv_sizes, *, axis_name):
+def as_documented(x, output, input_offsets, send_sizes, output_offsets, recv_sizes, *, axis_name, axis_index_groups):
     """`jax.lax.ragged_all_to_all`, which XLA does not have on CPUs, from its documentation; NaN where ranks disagree on
     how much is sent."""
-    ranks, me = lax.axis_size(axis_name), lax.axis_index(axis_name)
-    to_me = lambda array: lax.all_gather(array, axis_name).reshape(ranks, ranks, -1)[:, me]  # noqa: E731
+    groups = np.array(axis_index_groups or [range(lax.axis_size(axis_name))])
+    ranks, me = groups.shape[1], jnp.argmax((groups == lax.axis_index(axis_name)).any(axis=0))
+    gathered = functools.partial(lax.all_gather, axis_name=axis_name, axis_index_groups=axis_index_groups)
+    to_me = lambda array: gathered(array).reshape(ranks, ranks, -1)[:, me]  # noqa: E731
     begins, sizes, places = map(to_me, (input_offsets, send_sizes, output_offsets))
     row = jnp.arange(len(output))
     wide = lambda mask: mask.reshape(-1, *(1 for _ in x.shape[1:]))  # noqa: E731
-    for rank, sent in enumerate(lax.all_gather(x, axis_name)):
+    for rank, sent in enumerate(gathered(x)):
         for begin, size, place in zip(begins[rank], sizes[rank], places[rank]):
             found = sent.at[begin + row - place].get(mode="clip")
             output = jnp.where(wide((row >= place) & (row < place + size)), found, output)

@@ -2,7 +2,7 @@
 
 docs/ep.md has a picture of one exchange, step by step. parallax/model/experts/exchange.py says what goes in and out,
 and has the same as plain code. Here rows are sorted by expert and sent in slices, by rounds: `Slices` says which,
-`_send` and `_send_back` send them, and `ExchangedRows` has what both passes know. The vjp is in two functions,
+`_send` and `send_back` send them, and `ExchangedRows` has what both passes know. The vjp is in two functions,
 `_placeholders` and `_exchange`, so that the backward pass can wait for the gradient of shared experts between them.
 """
 
@@ -20,8 +20,10 @@ from parallax.model.experts.exchange_costs import usual_rows
 from parallax.model.experts.experts import USUAL_LOAD, HeldExperts, KernelSums
 from parallax.model.experts.rows import Rows, collect, dispatch, sort_rows
 from parallax.sharding.activations import EXPERT_AXIS
-from parallax.sharding.collectives import all_gather, as_varying, varying_axes
+from parallax.sharding.collectives import as_varying, varying_axes
 from parallax.sharding.platform import platform_traced
+
+RankGroups = list[list[int]] | None  # of expert ranks; None: all are one group
 
 SENT = "exchange.sent"  # the scope of exchanges to the experts' ranks; others go back
 UNIT_ROWS = 8  # each expert's rows of a rank are sent as a multiple
@@ -36,17 +38,22 @@ def sums_of_rows(
     ids_NK: Array,
     shared_experts: Callable[[Array], Array] | None,
     send_again: bool,
+    hosts: int = 1,
 ) -> tuple[Array, Array | None]:
     """For each token the sum of its experts' outputs times their weights, a partial sum over tp, and what the shared
-    experts compute. See `ragged_exchange`."""
-    ranks, (tokens, choices) = lax.axis_size(EXPERT_AXIS), ids_NK.shape
+    experts compute. See `ragged_exchange`.
+
+    With several `hosts` the ranks of one send to each other alone. Tokens are those that came to it, `ids_NK` numbers
+    the experts of the host, and other numbers are no choices: under an even load one in `hosts` is a choice.
+    """
+    ranks, (tokens, choices) = lax.axis_size(EXPERT_AXIS) // hosts, ids_NK.shape
     axes = frozenset([EXPERT_AXIS]).union(*map(varying_axes, jax.tree.leaves((x_ND, weights_NK, ids_NK, experts))))
     arrays = x_ND, weights_NK, ids_NK, experts
     x_ND, weights_NK, ids_NK, experts = jax.tree.map(lambda array: as_varying(array, axes), arrays)
-    rows = sort_rows(ids_NK, ranks * experts.count, most=choices, unit=UNIT_ROWS)
-    counts_PE, sent_weights = _announced(rows.sizes_E // UNIT_ROWS, _weights(weights_NK, rows), axes)
+    rows = sort_rows(ids_NK, ranks * experts.count, most=min(choices, ranks * experts.count), unit=UNIT_ROWS)
+    counts_PE, sent_weights = _announced(rows.sizes_E // UNIT_ROWS, _weights(weights_NK, rows), ranks, axes)
     most = ranks * (tokens * min(choices, experts.count) // UNIT_ROWS + experts.count)
-    usual = -(-usual_rows(ranks * ids_NK.size, UNIT_ROWS * most, ranks) // UNIT_ROWS)
+    usual = -(-usual_rows(ranks * ids_NK.size // hosts, UNIT_ROWS * most, ranks) // UNIT_ROWS)
     # Collectives in branches could deadlock on simulated devices.
     sizes = BufferSizes((most,) if platform_traced() == "cpu" else usual_rounds(usual), most, send_again)
     saved, token = _placeholders(sizes, weights_NK, ExchangedRows(x_ND, experts, rows, counts_PE, sent_weights))
@@ -91,7 +98,8 @@ def usual_rounds(units: int) -> tuple[int, ...]:
 
 
 class Slices(NamedTuple):
-    """The slices of units that one round sends, for each expert and each sending rank, [E, P]."""
+    """The slices of units that one round sends, for each expert and each sending rank, [E, P]. The P ranks are all
+    expert ranks, or groups of them: see `group_rank`."""
 
     size: Array
     source: Array  # start of a slice among the sending rank's units, which are sorted by expert
@@ -104,7 +112,11 @@ class Slices(NamedTuple):
 
     def rows_of_experts(self) -> Array:
         """Number of rows that each of this rank's experts gets."""
-        return UNIT_ROWS * self.to_rank(lax.axis_index(EXPERT_AXIS)).size.sum(axis=0)
+        return UNIT_ROWS * self.to_rank(group_rank(self.size.shape[1])).size.sum(axis=0)
+
+    def reverse(self) -> "Slices":
+        """The slices that bring results back, as if these were sent; each rank has one expert."""
+        return Slices(self.size.T, self.place.T, self.source.T)
 
 
 def slices_of(counts_PE: Array, start: Array | int, units: int) -> Slices:
@@ -242,8 +254,8 @@ class ExchangedRows(NamedTuple):
         latest = [kernels.most(array, sizes_E) for kernels, array in pairs]
         d_weights = _in_units(of_rows.weights)
         index, is_sent = _results(slices, len(dx_R), len(d_weights))
-        dweights_R = _taken(d_weights, index, is_sent, dweights_R)
-        dx_R = _send_back(_in_units(dx), slices, dx_R)
+        dweights_R = _taken(d_weights, slices, index, is_sent, dweights_R)
+        dx_R = send_back(_in_units(dx), slices, dx_R)
         return dx_R, dweights_R, jax.tree.map(jnp.maximum, most or latest, latest)
 
     def add_to_kernels(
@@ -298,7 +310,7 @@ def _exchange_forward(
     def run(slices: Slices, units: int, y: Array, *name_and_earlier: Any) -> tuple[Array, ReceivedRows]:
         rows, hidden = given.receive(slices, units, *name_and_earlier)
         result = down.times(down.input(hidden), slices.rows_of_experts())
-        return _send_back(_in_units(result), slices, y), rows
+        return send_back(_in_units(result), slices, y), rows
 
     def further(number: Array, y: Array) -> Array:
         return run(sizes.further_slices(given.counts_PE, number), sizes.rounds[-1], y)[0]
@@ -406,16 +418,16 @@ def _weights(weights_NK: Array, rows: Rows) -> Array:
     return _in_units(jnp.where((rows.choice_R < weights_NK.size)[:, None], weights_R1, 0))
 
 
-def _announced(counts_E: Array, weights: Array, axes: frozenset[str]) -> tuple[Array, Array]:
-    """The counts and the weights that all ranks send: one gather, since rows are sent by the counts. A gather of the
-    weights alone would wait behind the rows, and the first products for it.
+def _announced(counts_E: Array, weights: Array, ranks: int, axes: frozenset[str]) -> tuple[Array, Array]:
+    """The counts and the weights that all `ranks` of a group send: one gather, since rows are sent by the counts. A
+    gather of the weights alone would wait behind the rows, and the first products for it.
 
     Communication:
         forward   all_gather of the counts with the weights over ep
         backward  nothing
     """
     of_this_rank = jnp.concatenate([counts_E, lax.bitcast_convert_type(weights, jnp.int32).reshape(-1)])
-    of_all = as_varying(all_gather("rows/ep columns -> rows columns", of_this_rank[None]), axes)
+    of_all = as_varying(gather_group(of_this_rank[None], ranks), axes)
     counts_PE, weights_of_all = of_all[:, : len(counts_E)], of_all[:, len(counts_E) :]
     return counts_PE, lax.bitcast_convert_type(weights_of_all, weights.dtype).reshape(-1, *weights.shape[1:])
 
@@ -449,36 +461,67 @@ def _send(x: Array, slices: Slices, units: int, earlier: Array | None = None) ->
         backward  nothing
     """
     if platform_traced() == "cpu":
-        return _taken(x, *_arrivals(slices, units, len(x)))
-    rank = lax.axis_index(EXPERT_AXIS)
+        return _taken(x, slices, *_arrivals(slices, units, len(x)))
+    rank = group_rank(slices.size.shape[1])
     sent, arriving = (array[:, rank] for array in slices), (array.reshape(-1) for array in slices.to_rank(rank))
     (size, source, place), (arriving_size, _, _) = sent, arriving
     received = _unset(x, units)
     if earlier is not None:
         received = received.at[0, 0, 0].set(earlier.astype(x.dtype))  # what comes is written over it
     with jax.named_scope(SENT):
-        return _all_to_all(x, received, source, size, place, arriving_size)
+        return _all_to_all(x, received, source, size, place, arriving_size, _groups(slices.size.shape[1]))
 
 
-def _send_back(y: Array, slices: Slices, others: Array) -> Array:
-    """Send results back and write them into `others` at the positions of the rows that were sent.
+def send_back(y: Array, slices: Slices, others: Array, apart: int = 1) -> Array:
+    """Send results back and write them into `others` at the positions of the rows that were sent. Ranks of a group are
+    `apart` from each other.
 
     Communication:
         forward   all_to_all of y over ep
         backward  nothing
     """
     if platform_traced() == "cpu":
-        return _taken(y, *_results(slices, len(others), len(y)), others)
-    rank = lax.axis_index(EXPERT_AXIS)
+        return _taken(y, slices, *_results(slices, len(others), len(y), apart), others, apart)
+    rank = group_rank(slices.size.shape[1], apart)
     size, source, place = (array.reshape(-1) for array in slices.to_rank(rank))
-    return _all_to_all(y, others, place, size, source, slices.size[:, rank])
+    groups = _groups(slices.size.shape[1], apart)
+    return _all_to_all(y, others, place, size, source, slices.size[:, rank], groups)
 
 
-def _all_to_all(x: Array, output: Array, begins: Array, sizes: Array, places: Array, arriving: Array) -> Array:
-    return lax.ragged_all_to_all(x, output, begins, sizes, places, arriving, axis_name=EXPERT_AXIS)
+def _all_to_all(
+    x: Array, output: Array, begins: Array, sizes: Array, places: Array, arriving: Array, groups: RankGroups
+) -> Array:
+    slices = begins, sizes, places, arriving
+    return lax.ragged_all_to_all(x, output, *slices, axis_name=EXPERT_AXIS, axis_index_groups=groups)
 
 
-def _taken(x: Array, index: Array, is_there: Array, others: Array | None = None) -> Array:
+def gather_group(x: Array, ranks: int, apart: int = 1) -> Array:
+    """The arrays of this rank's group, one after the other.
+
+    Communication:
+        forward   all_gather of x over ep
+        backward  the transposes
+    """
+    return lax.all_gather(x, EXPERT_AXIS, tiled=True, axis_index_groups=_groups(ranks, apart))
+
+
+def _groups(ranks: int, apart: int = 1) -> RankGroups:
+    """The groups of `ranks` expert ranks, which are `apart` from each other; None if all are one group."""
+    every = lax.axis_size(EXPERT_AXIS)
+    if ranks == every:
+        return None
+    return [[*range(first, first + ranks * apart, apart)] for first in range(every) if first // apart % ranks == 0]
+
+
+def group_rank(ranks: int, apart: int = 1) -> Array:
+    """This rank's number in its group."""
+    rank = lax.axis_index(EXPERT_AXIS)
+    return rank if ranks == lax.axis_size(EXPERT_AXIS) else rank // apart % ranks
+
+
+def _taken(
+    x: Array, slices: Slices, index: Array, is_there: Array, others: Array | None = None, apart: int = 1
+) -> Array:
     """The same for narrow rows, and for all rows on CPUs, where XLA has no ragged all-to-all: units of all ranks are
     gathered, and each rank takes those at `index`, or units of `others` where `is_there` is false.
 
@@ -486,23 +529,23 @@ def _taken(x: Array, index: Array, is_there: Array, others: Array | None = None)
         forward   all_gather of x over ep
         backward  nothing
     """
-    taken = lax.all_gather(x, EXPERT_AXIS, tiled=True).at[index].get(mode="clip")
+    taken = gather_group(x, slices.size.shape[1], apart).at[index].get(mode="clip")
     return taken if others is None else jnp.where(is_there.reshape(-1, *(1 for _ in x.shape[1:])), taken, others)
 
 
 def _arrivals(slices: Slices, room: int, units: int) -> tuple[Array, Array]:
     """For each of `room` units received in a round, its index among the `units` of each rank, and whether it exists."""
-    size, source, place = (array.T.reshape(-1) for array in slices.to_rank(lax.axis_index(EXPERT_AXIS)))
     unit, ranks = jnp.arange(room), slices.size.shape[1]
+    size, source, place = (array.T.reshape(-1) for array in slices.to_rank(group_rank(ranks)))
     of_unit = _slice_of(unit, place + size)
     return of_unit % ranks * units + source[of_unit] + unit - place[of_unit], unit < (place + size)[-1]
 
 
-def _results(slices: Slices, units: int, room: int) -> tuple[Array, Array]:
+def _results(slices: Slices, units: int, room: int, apart: int = 1) -> tuple[Array, Array]:
     """For each of this rank's `units`, the index of its result among the `room` units of each rank, and whether it was
     sent."""
-    size, source, place = (array[:, lax.axis_index(EXPERT_AXIS)] for array in slices)
     unit, (experts, ranks) = jnp.arange(units), slices.size.shape
+    size, source, place = (array[:, group_rank(ranks, apart)] for array in slices)
     of_unit = _slice_of(unit, source + size)
     is_sent = (unit >= source[of_unit]) & (unit < (source + size)[of_unit])
     return of_unit // (experts // ranks) * room + place[of_unit] + unit - source[of_unit], is_sent
