@@ -67,10 +67,12 @@ def test_it_is_a_loop_over_experts(mesh, hosts, how, form):
     check_on_mesh(mesh, exchange=form, exchange_hosts=hosts, **how)
 
 
-def as_accelerators(monkeypatch, *, all_to_all=as_documented):
-    """Send as accelerators do, in two rounds and further ones; what is not written is NaN."""
+def as_accelerators(monkeypatch, *, all_to_all=as_documented, sent=3):
+    """Send as accelerators do, in two rounds and further ones, of each rank at most `sent` units before these; what is
+    not written is NaN."""
     monkeypatch.setattr(ragged, "platform_traced", lambda: "gpu")
     monkeypatch.setattr(ragged, "LEAST_UNITS", 1)
+    monkeypatch.setattr(ragged, "usual_sent", lambda *_: sent)
     monkeypatch.setattr(lax, "ragged_all_to_all", all_to_all)
     monkeypatch.setattr(lax, "empty", lambda shape, dtype: jnp.full(shape, jnp.nan, dtype))
 

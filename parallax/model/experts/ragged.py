@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
-from parallax.model.experts.exchange_costs import usual_rows
+from parallax.model.experts.exchange_costs import ROOM_OVER_EVEN, usual_rows
 from parallax.model.experts.experts import USUAL_LOAD, HeldExperts, KernelSums
 from parallax.model.experts.rows import Rows, collect, dispatch, sort_rows
 from parallax.sharding.activations import EXPERT_AXIS
@@ -56,6 +56,9 @@ def sums_of_rows(
     usual = -(-usual_rows(ranks * ids_NK.size // hosts, UNIT_ROWS * most, ranks) // UNIT_ROWS)
     # Collectives in branches could deadlock on simulated devices.
     sizes = BufferSizes((most,) if platform_traced() == "cpu" else usual_rounds(usual), most, send_again)
+    if hosts > 1 and platform_traced() != "cpu":  # each host may send all its tokens to this one
+        sent = usual_sent(ids_NK.size // hosts, len(rows.choice_R) // UNIT_ROWS, ranks * experts.count)
+        sizes = sizes._replace(sent=sent)
     saved, token = _placeholders(sizes, weights_NK, ExchangedRows(x_ND, experts, rows, counts_PE, sent_weights))
     shared = shared_experts(token) if shared_experts else None
     x_ND, experts = jax.tree.map(lax.stop_gradient, (x_ND, experts))
@@ -64,24 +67,49 @@ def sums_of_rows(
 
 class BufferSizes(NamedTuple):
     """The number of units for which a rank has room in each round of a usual load, and the most units that may arrive.
-    Further rounds have the room of the last one. With `send_again`, what arrives is not saved."""
+    Further rounds have the room of the last one. With `send_again`, what arrives is not saved. Of its own units a rank
+    sends at most the first `sent` in the rounds of a usual load, None: all."""
 
     rounds: tuple[int, ...]
     most: int
     send_again: bool = False
+    sent: int | None = None
 
     @property
     def usual(self) -> int:
         return sum(self.rounds)
 
+    @property
+    def has_further(self) -> bool:
+        """Whether more may be sent than in a usual load."""
+        return self.usual < self.most or self.sent is not None
+
     def usual_slices(self, counts_PE: Array) -> list["Slices"]:
         """What each round of a usual load sends."""
-        starts = itertools.accumulate(self.rounds, initial=0)
+        starts, counts_PE = itertools.accumulate(self.rounds, initial=0), self._first(counts_PE)
         return [slices_of(counts_PE, start, units) for start, units in zip(starts, self.rounds)]
 
     def further_slices(self, counts_PE: Array, number: Array) -> "Slices":
         """What further round `number` sends, counted from 0."""
-        return slices_of(counts_PE, self.usual + number * self.rounds[-1], self.rounds[-1])
+        if self.sent is None:
+            return slices_of(counts_PE, self.usual + number * self.rounds[-1], self.rounds[-1])
+        left_PE = self._left(counts_PE)
+        slices = slices_of(left_PE, number * self.rounds[-1], self.rounds[-1])
+        skipped_PE = _before(counts_PE) + counts_PE - left_PE - _before(left_PE)
+        return slices._replace(source=slices.source + skipped_PE.T)
+
+    def further_units(self, counts_PE: Array) -> Array:
+        """The units that go in further rounds to the rank that receives most in them; none or less in a usual load."""
+        if self.sent is None:
+            return most_received(counts_PE) - self.usual
+        return most_received(self._left(counts_PE))
+
+    def _first(self, counts_PE: Array) -> Array:
+        return counts_PE if self.sent is None else jnp.clip(self.sent - _before(counts_PE), 0, counts_PE)
+
+    def _left(self, counts_PE: Array) -> Array:
+        """Units of each rank for each expert that the rounds of a usual load do not send, the last ones."""
+        return counts_PE - slices_of(self._first(counts_PE), 0, self.usual).size.T
 
 
 def usual_rounds(units: int) -> tuple[int, ...]:
@@ -95,6 +123,17 @@ def usual_rounds(units: int) -> tuple[int, ...]:
         return (units,)
     first = units // 4 // UNITS_STEP * UNITS_STEP or 1
     return first, units - first
+
+
+def usual_sent(choices: int, units: int, experts: int) -> int | None:
+    """Of the units that a rank may have to send, those of a usual load, in which so many `choices` are of these experts
+    and each expert has a unit that is not full; None if there are no more.
+
+    >>> usual_sent(1024, 300, 8), usual_sent(1024, 160, 8)
+    (168, None)
+    """
+    usual = -(-int(ROOM_OVER_EVEN * choices) // UNIT_ROWS) + experts
+    return usual if usual < units else None
 
 
 class Slices(NamedTuple):
@@ -217,8 +256,14 @@ class ExchangedRows(NamedTuple):
 
     @property
     def units(self) -> int:
-        """The number of units that this rank sends in all rounds."""
+        """The number of units for which this rank has places: all that it may send, or those of a usual load."""
         return len(self.rows.choice_R) // UNIT_ROWS
+
+    def of_usual_load(self, sizes: BufferSizes) -> "ExchangedRows":
+        """The same for the rounds of a usual load, with places for the rows that these send."""
+        if sizes.sent is None:
+            return self
+        return self._replace(rows=self.rows._replace(choice_R=self.rows.choice_R[: sizes.sent * UNIT_ROWS]))
 
     def send(self, array_ND: Array, slices: Slices, units: int, earlier: Array | None = None) -> Array:
         """The rows of a round, of tokens or of their gradients, sent after `earlier`."""
@@ -229,7 +274,7 @@ class ExchangedRows(NamedTuple):
     ) -> tuple[ReceivedRows, Array]:
         """What arrives in a round, sent after `earlier`, and the input of down; `name` names what may be saved."""
         name = name or (lambda array, _: array)
-        index, _ = _arrivals(slices, units, self.units)
+        index, _ = _arrivals(slices, units, len(self.sent_weights) // len(self.counts_PE))
         weights = _as_rows(self.sent_weights.at[index].get(mode="clip"))
         x = name(self.send(self.x_ND, slices, units, earlier), "dispatch")
         gate, up, hidden = self.experts.gated(self.experts.gate.input(x), weights, slices.rows_of_experts())
@@ -305,25 +350,28 @@ def _exchange(sizes: BufferSizes, saved: SavedForBackward, given: ExchangedRows)
 def _exchange_forward(
     sizes: BufferSizes, saved: SavedForBackward, given: ExchangedRows
 ) -> tuple[Array, list[ReceivedRows]]:
-    down = given.experts.down
+    down, few = given.experts.down, given.of_usual_load(sizes)
 
-    def run(slices: Slices, units: int, y: Array, *name_and_earlier: Any) -> tuple[Array, ReceivedRows]:
+    def run(
+        given: ExchangedRows, slices: Slices, units: int, y: Array, *name_and_earlier: Any
+    ) -> tuple[Array, ReceivedRows]:
         rows, hidden = given.receive(slices, units, *name_and_earlier)
         result = down.times(down.input(hidden), slices.rows_of_experts())
         return send_back(_in_units(result), slices, y), rows
 
     def further(number: Array, y: Array) -> Array:
-        return run(sizes.further_slices(given.counts_PE, number), sizes.rounds[-1], y)[0]
+        return run(given, sizes.further_slices(given.counts_PE, number), sizes.rounds[-1], y)[0]
 
     def name(x: Array, part: str) -> Array:
         return x if sizes.send_again and part == "dispatch" else checkpoint_name(x, part)
 
-    y, received, earlier = _unset(given.x_ND, given.units), [], None
+    y, received, earlier = _unset(given.x_ND, few.units), [], None
     for slices, units, empty in zip(sizes.usual_slices(given.counts_PE), sizes.rounds, saved.received):
-        y, rows = run(slices, units, y, name, earlier)
+        y, rows = run(few, slices, units, y, name, earlier)
         received.append(rows._replace(x=empty.x) if sizes.send_again else rows)
         earlier = _probe(rows.x)
-    return _remaining_rounds(sizes, given, lambda: y, further, lambda y: _summed(y, given.rows)), received
+    grown = functools.partial(_with_places, units=given.units)
+    return _remaining_rounds(sizes, given, lambda: y, further, lambda y: _summed(y, given.rows), grown), received
 
 
 def _exchange_backward(sizes: BufferSizes, received: list[ReceivedRows], dy_ND: Array) -> tuple[Any, ...]:
@@ -338,6 +386,7 @@ def _placeholders_backward(
 ) -> tuple[Array, Any]:
     (dy_ND, received), earlier = cotangents
     weights_NK, given, of_x = saved
+    few = given.of_usual_load(sizes)
     rounds = sizes.usual_slices(given.counts_PE)
 
     # The first products come after those of shared experts, which hide the messages of the first rows; gradients of the
@@ -346,15 +395,15 @@ def _placeholders_backward(
     for slices, rows in zip(rounds, received):
         sizes_E = slices.rows_of_experts()
         order = (sizes_E, _probe(gradients[0].gate)) if gradients else (_only_after(sizes_E, earlier), None)
-        gradients.append(given.gradients(slices, rows, dy_ND, *order))
+        gradients.append(few.gradients(slices, rows, dy_ND, *order))
 
-    sums = (*(_unset(array, given.units) for array in (given.x_ND, weights_NK[:, :1])), [])
+    sums = (*(_unset(array, few.units) for array in (given.x_ND, weights_NK[:, :1])), [])
     kernels, is_alone = [None] * len(given.experts), len(rounds) == 1
     for slices, rows, of_round in zip(rounds, received, gradients):
-        sums, x = given.add_to_tokens(slices, of_round, sums), rows.x
+        sums, x = few.add_to_tokens(slices, of_round, sums), rows.x
         if sizes.send_again:
             before = None if kernels[0] is None else sum(_probe(sums.kernels) for sums in kernels)
-            x = given.send(given.x_ND, slices, len(rows.weights) // UNIT_ROWS, before)
+            x = few.send(given.x_ND, slices, len(rows.weights) // UNIT_ROWS, before)
         add_round = functools.partial(given.add_to_kernels, slices, x, of_round)
         kernels = kernels if is_alone else add_round(kernels)
 
@@ -378,7 +427,10 @@ def _placeholders_backward(
     def of_tokens(sums: tuple[Array, Array, list]) -> tuple[Array, Array, list]:
         return _summed(sums[0], given.rows), _summed(sums[1], given.rows.of_choices()), sums[2]
 
-    dx, dweights, largest = _remaining_rounds(sizes, given, lambda: sums, further_tokens, of_tokens)
+    def grown(sums: tuple[Array, Array, list]) -> tuple[Array, Array, list]:
+        return *(_with_places(array, given.units) for array in sums[:2]), sums[2]
+
+    dx, dweights, largest = _remaining_rounds(sizes, given, lambda: sums, further_tokens, of_tokens, grown)
     kernels = _remaining_rounds(sizes, given, sums_of_kernels, further_kernels, lambda kernels: kernels)
     of_d_gate, of_d_up, of_hidden = largest
     most = (of_x, of_d_gate), (of_x, of_d_up), (of_hidden, given.experts.down.most(dy_ND))
@@ -395,17 +447,19 @@ def _remaining_rounds(
     begin: Callable[[], Any],
     run: Callable[[Array, Any], Any],
     end: Callable[[Any], Any],
+    grown: Callable[[Any], Any] = lambda state: state,
 ) -> Any:
-    """Result of `end` on the state of `begin` after the further rounds; a usual load needs none."""
-    if sizes.usual >= sizes.most:
+    """Result of `end` on the state of `begin` after the further rounds, with places for all rows if it is `grown`; a
+    usual load needs none."""
+    if not sizes.has_further:
         return end(begin())
-    left = most_received(given.counts_PE) - sizes.usual
+    left = sizes.further_units(given.counts_PE)
     with jax.named_scope(USUAL_LOAD):
         # `begin` or `end` computes something inside the branch: a branch that returns its input copies it.
         return lax.cond(
             left <= 0,
             lambda: end(begin()),
-            lambda: end(lax.fori_loop(0, -(-left // sizes.rounds[-1]), run, begin())),
+            lambda: end(lax.fori_loop(0, -(-left // sizes.rounds[-1]), run, grown(begin()))),
         )
 
 
@@ -450,6 +504,11 @@ def _as_rows(x: Array) -> Array:
 def _unset(like_ND: Array, units: int) -> Array:
     """An uninitialised buffer for units; each will be written or is never read."""
     return as_varying(lax.empty((units, UNIT_ROWS, like_ND.shape[-1]), like_ND.dtype), varying_axes(like_ND))
+
+
+def _with_places(x: Array, units: int) -> Array:
+    """Units with places for more of them behind."""
+    return x if len(x) == units else jnp.concatenate([x, _unset(x, units - len(x))])
 
 
 def _send(x: Array, slices: Slices, units: int, earlier: Array | None = None) -> Array:
