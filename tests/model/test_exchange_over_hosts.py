@@ -1,5 +1,6 @@
 """The ragged exchange in two levels: equal to a loop over experts, each token once to each host, results once back."""
 
+import dataclasses
 from collections import Counter
 from types import SimpleNamespace
 
@@ -31,8 +32,10 @@ from test_moe import (
     with_gradients,
 )
 
+from configs.base import get_config
 from parallax.analysis.traced.trace import abstract_mesh
 from parallax.config.sections import LayoutConfig
+from parallax.config.settings import read_settings
 from parallax.errors import ConfigError
 from parallax.model.checks import check_exchange
 from parallax.model.experts import ragged
@@ -41,6 +44,7 @@ from parallax.model.experts.moe import MoE
 from parallax.model.experts.router import Router
 from parallax.model.mlp import GatedMLP
 from parallax.sharding.mesh import hosts_along
+from parallax.step.resolve import for_inference
 
 FORMS = ["ragged", SENT_AGAIN]
 
@@ -52,7 +56,7 @@ FORMS = ["ragged", SENT_AGAIN]
     [
         (dict(ep=4), 2, dict(router="shared")),
         (dict(ep=4), 4, dict(router="one expert")),
-        (dict(ep=4), 2, dict(router="all experts")),
+        (dict(ep=4), 2, dict(router="all experts", chunk_tokens=1)),
         (dict(ep=4), 2, dict(router="three, not normalised")),
         (dict(ep=4), 2, dict(router="biases", chunk_tokens=8)),
         (dict(ep=2), 2, dict(router="sigmoid")),
@@ -198,6 +202,11 @@ def test_other_exchanges_and_numbers_of_hosts_are_refused():
     assert "exchange_hosts=3 does not divide mesh.ep=8; use the number of hosts" in refusal(mesh, 3)
     for hosts, sizes in ((2, {"ep": 8}), (3, {"ep": 1}), (3, {})):
         check_hosts(abstract_mesh({"pp": 1} | sizes), hosts)
+
+
+def test_inference_has_hosts_of_its_own():
+    asked = read_settings(get_config(), layout={"exchange": "ragged", "exchange_hosts": 2})
+    assert for_inference(asked).layout == dataclasses.replace(asked.layout, exchange_hosts=1)
 
 
 def test_hosts_on_which_the_ranks_are_not_are_refused():

@@ -50,7 +50,7 @@ def sums_of_rows(
     axes = frozenset([EXPERT_AXIS]).union(*map(varying_axes, jax.tree.leaves((x_ND, weights_NK, ids_NK, experts))))
     arrays = x_ND, weights_NK, ids_NK, experts
     x_ND, weights_NK, ids_NK, experts = jax.tree.map(lambda array: as_varying(array, axes), arrays)
-    rows = sort_rows(ids_NK, ranks * experts.count, most=min(choices, ranks * experts.count), unit=UNIT_ROWS)
+    rows = sort_rows(ids_NK, ranks * experts.count, most=choices, unit=UNIT_ROWS)
     counts_PE, sent_weights = _announced(rows.sizes_E // UNIT_ROWS, _weights(weights_NK, rows), ranks, axes)
     most = ranks * (tokens * min(choices, experts.count) // UNIT_ROWS + experts.count)
     usual = -(-usual_rows(ranks * ids_NK.size // hosts, UNIT_ROWS * most, ranks) // UNIT_ROWS)
