@@ -177,6 +177,9 @@ def get_config() -> ConfigDict:
     # "auto" | "gather" | "ragged": moe: how tokens are sent to experts of other ep ranks: gather sends all tokens to
     # all ranks; ragged sends each token only to ranks with its experts; auto is the one that sends less, on CPUs gather
     config.layout.exchange = "auto"
+    # moe: number of hosts on which the ranks of ep are. With exchange='ragged' a token is then sent once to each host
+    # that has any of its experts, and from there to their ranks; 1: to each of these ranks
+    config.layout.exchange_hosts = 1
     # moe: most tokens of a device that are sent to experts at once; the backward pass repeats the exchange. 0: all
     # tokens
     config.layout.expert_chunk_tokens = 0

@@ -277,7 +277,6 @@ DATA_AXES_ARE_SAID_IN = (
 NAME_AN_AXIS = {
     "model/checks.py": "experts must divide over ep",
     "model/experts/experts.py": "the layouts of experts' weights: ep shards them in a layer, too",
-    "model/experts/ragged.py": "how many rows each ep rank sends to which",
     "analysis/planned/layouts.py": "the layouts that a search tries",
     "analysis/planned/plan.py": "the columns and flags of a plan's tables",
     "analysis/planned/step_time.py": "which messages are a policy's",

@@ -25,7 +25,7 @@ ADDED = {
     "rope_truncate qk_clip "
     "norm_scale norm_bias norm_place branches activation mlp_bias out_bias "
     "activation_limit rope_short_factors rope_long_factors lora_rank lora_alpha lora_on lora_dropout lora_base depth",
-    "layout": "context order exchange expert_chunk_tokens",
+    "layout": "context order exchange exchange_hosts expert_chunk_tokens",
     "pipeline": "residuals_on grads_dtype grads_on",
     "data_parallel": "policy exceptions",
     "fsdp": "gather_dtype bucket",

@@ -92,7 +92,8 @@ MLP_ARGS = ("residual", "family", "sizes", "dtype", "out_scale", "dense", *OF_PR
 ATTENTION_ARGS = ("residual", "family", "sizes", "dtype", "kernel", "norm_eps", "bias", "temperature", "out_scale")
 ATTENTION_ARGS += ("kv", "qk_norm", "dense", *OF_PRODUCTS)
 DENSE_ARGS = ("weight", "x", "y", "sizes", "dtype", "bias", "scale", "at_rest", "part", *OF_PRODUCTS)
-BLOCK_ARGS = ("model", "residual", "family", "kv", "kind", "loss", "exchange", "expert_chunk_tokens", "measures")
+BLOCK_ARGS = ("model", "residual", "family", "kv", "kind", "loss", "exchange", "exchange_hosts")
+BLOCK_ARGS += ("expert_chunk_tokens", "measures")
 # Keys that attention of a user's own is not told; attention_scale is a factor of its `temperature`.
 OF_QK_NORM = ("qk_norm_over", "qk_norm_scale", "qk_norm_after_rope")
 ATTENTION_CHOICES = ("score_cap", "sinks", *OF_QK_NORM, "out_bias")
@@ -960,6 +961,12 @@ class LayoutConfig(Section, saved=True):
         "moe: how tokens are sent to experts of other ep ranks: gather sends all tokens to all ranks; ragged sends "
         "each token only to ranks with its experts; auto is the one that sends less, on CPUs gather",
         choices=(AUTO, "gather", "ragged"),
+    )
+    exchange_hosts: int = key(
+        1,
+        "moe: number of hosts on which the ranks of ep are. With exchange='ragged' a token is then sent once to each "
+        "host that has any of its experts, and from there to their ranks; 1: to each of these ranks",
+        least=1,
     )
     expert_chunk_tokens: int = key(
         0,

@@ -31,10 +31,11 @@ from parallax.model.kernels.platforms import ATTENTION_KERNELS
 from parallax.model.kernels.triton import TRITON_WIDEST
 from parallax.model.products import WIDEST_BLOCKS
 from parallax.schedules import Schedule
-from parallax.sharding.activations import CONTEXT_AXIS
+from parallax.sharding.activations import CONTEXT_AXIS, EXPERT_AXIS
 from parallax.sharding.bucket import BY_PARAMETER
 from parallax.sharding.layers_on_ranks import stacks_of
 from parallax.sharding.layout import COUNTING_DIMS, Layout, named_leaves
+from parallax.sharding.mesh import hosts_along
 from parallax.sharding.parameter import Role
 from parallax.sharding.plan import ShardingPlan
 
@@ -49,6 +50,7 @@ def check_on_mesh(model: ModelConfig, settings: Settings, mesh: Any, schedule: S
     check_context(model, layout.context, sizes)
     check_kernel(model, mesh)
     check_matmul(model, layout, sizes)
+    _check_exchange_on(layout, mesh)
     check_qk_clip(model, settings, sizes)
     check_token_streams(model, layout)
     check_schedule_is_used(pipeline, sizes)
@@ -148,6 +150,41 @@ def check_matmul(model: ModelConfig, layout: LayoutConfig, axis_sizes: Mapping[s
             f"{asked}: with layout.context={layout.context!r} each of mesh.cp={cp} ranks would round its own summand "
             "of the gradients of all keys; use layout.context='ring' or 'ulysses', or model.matmul_parts='mlp'."
         )
+
+
+def _check_exchange_on(layout: LayoutConfig, mesh: Any) -> None:
+    device, ranks = device_of(mesh), mesh.shape.get(EXPERT_AXIS, 1)
+    platform = device.platform if device is not None else ""
+    hosts = hosts_along(mesh, EXPERT_AXIS) if ranks > 1 and platform == "gpu" else None
+    check_exchange(layout, ranks, platform, hosts)
+
+
+def check_exchange(layout: LayoutConfig, ranks: int, platform: str, hosts: int | None) -> None:
+    """Raise ConfigError if tokens cannot be sent once to each host, or if these ranks of ep are on other `hosts` than
+    layout.exchange_hosts says: 0 if hosts have no equal parts, None if that is not known. With one rank everything is
+    allowed."""
+    asked = layout.exchange_hosts
+    if asked == 1 or ranks == 1:
+        return
+    said = f"layout.exchange_hosts={asked}"
+    if layout.exchange != "ragged":
+        raise ConfigError(
+            f"{said} sends a token once to each host of its experts, and layout.exchange={layout.exchange!r} does not "
+            "ask for that; use exchange='ragged', or exchange_hosts=1."
+        )
+    if ranks % asked:
+        raise ConfigError(
+            f"{said} does not divide mesh.ep={ranks}; use the number of hosts on which these ranks are, one of "
+            f"{listed(divisors(ranks))}."
+        )
+    if platform == "tpu":
+        raise ConfigError(
+            f"{said}: a chip of a slice sends to all others over its links, whatever their hosts; use exchange_hosts=1 "
+            "on TPUs."
+        )
+    if hosts not in (None, asked):
+        where = f"on {hosts} host{'s' * (hosts > 1)}" if hosts else "not in equal parts on hosts, one after the other"
+        raise ConfigError(f"{said}, but the mesh.ep={ranks} ranks are {where}; use exchange_hosts={hosts or 1}.")
 
 
 def check_qk_clip(model: ModelConfig, settings: Settings, axis_sizes: Mapping[str, int]) -> None:

@@ -71,6 +71,7 @@ class Block(nn.Module):
     kind: str = "dense"
     loss: LossConfig = LossConfig()
     exchange: str = "gather"  # of a mixture's tokens
+    exchange_hosts: int = 1
     expert_chunk_tokens: int = 0
     measures: bool = False  # measure operands of 8-bit products, and compute the products in the compute dtype
 
@@ -165,6 +166,7 @@ class Block(nn.Module):
             balance_coefficient=self.loss.balance_coefficient,
             router_z_coefficient=self.loss.router_z_coefficient,
             exchange=self.exchange,
+            exchange_hosts=self.exchange_hosts,
             chunk_tokens=self.expert_chunk_tokens,
             matmul=self._matmul(MLP),
             matmul_of_experts=self._matmul(EXPERTS),

@@ -76,7 +76,7 @@ class ModelOnMesh:
         family = FAMILIES[layout.tensor_parallel]._replace(context=context_form, norms_apart=self.norms_apart)
         form, tp = EMBEDDINGS[layout.embedding], self.axis_sizes["tp"]
         options = dict(loss=settings.loss, exchange=self._exchange_form, measures=measures)
-        options |= {"expert_chunk_tokens": layout.expert_chunk_tokens}
+        options |= {"exchange_hosts": self.exchange_hosts, "expert_chunk_tokens": layout.expert_chunk_tokens}
         self.parts = Parts.build(model, self.residual, family, form, tp, ROWS, **options)
         self.orders = arrangements(self.schedule.placement, model.layer_kinds)
         # Whether kernels of 8-bit products are rounded once for all uses, and sent in 8 bits.
@@ -187,6 +187,11 @@ class ModelOnMesh:
         """How tokens are sent to experts of other ranks: "gather" or "ragged"."""
         ranks = self.axis_sizes.get(EXPERT_AXIS, 1)
         return exchange_of(self.layout.exchange, self.config, ranks, on_cpus=self.is_simulated)
+
+    @property
+    def exchange_hosts(self) -> int:
+        """The number of hosts to each of which a token is sent once; 1 if it is sent to each rank."""
+        return self.layout.exchange_hosts if self.axis_sizes.get(EXPERT_AXIS, 1) > 1 else 1
 
     @property
     def _exchange_form(self) -> str:

@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -94,6 +95,30 @@ def is_for_gpus(mesh: Mesh | AbstractMesh) -> bool:
     if isinstance(mesh, Mesh):
         return mesh.devices.flat[0].platform == "gpu"
     return mesh.abstract_device is not None and mesh.abstract_device.device_kind in GPUS
+
+
+def host_numbers(devices: Sequence[Any], *, here: bool) -> list[int]:
+    """The host of each GPU. For GPUs that are present JAX calls a host a slice, however many processes run on it. The
+    ones that a compiler describes are all in one slice; there a host is a process."""
+    return [getattr(device, "slice_index" if here else "process_index", 0) for device in devices]
+
+
+def hosts_in(mesh: Mesh, devices: Sequence[Any]) -> list[int]:
+    """The host of each of these GPUs of a mesh."""
+    here = any(getattr(device, "local_hardware_id", None) is not None for device in mesh.devices.flat)
+    return host_numbers(devices, here=here)
+
+
+def hosts_along(mesh: Mesh, axis: str) -> int:
+    """The number of hosts on which the ranks of an axis are; 0 if these do not have equal parts of them, each ranks
+    that follow each other."""
+    ranks = np.moveaxis(mesh.devices, mesh.axis_names.index(axis), -1)
+    ranks = ranks.reshape(-1, ranks.shape[-1])
+    of_ranks = np.array(hosts_in(mesh, list(ranks.reshape(-1)))).reshape(ranks.shape)
+    counts = {len({*line}) for line in of_ranks.tolist()}
+    hosts = counts.pop()
+    parts = of_ranks.reshape(len(ranks), hosts, -1) if not (counts or ranks.shape[1] % hosts) else None
+    return hosts if parts is not None and (parts == parts[:, :, :1]).all() else 0
 
 
 def place_devices(config: MeshConfig, devices: Sequence[jax.Device]) -> np.ndarray:

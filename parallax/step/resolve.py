@@ -92,12 +92,13 @@ def sizes_on(settings: Settings, devices: Devices) -> dict[str, int]:
 
 def for_inference(settings: Settings) -> Settings:
     """The settings with which a trained model is read: without a schedule of training, which may need a certain number
-    of stages, for rows of any length, which on every device only the kernel "xla" takes, and without a sharding policy
-    of a user's own: it changes no number."""
+    of stages, for rows of any length, which on every device only the kernel "xla" takes, for other hosts, and without a
+    sharding policy of a user's own: it changes no number."""
     kernel = "xla" if settings.model.kernel == AUTO else settings.model.kernel
-    pipeline = {"schedule": "gpipe", "virtual": 1, "microbatches": 1}
+    pipeline, layout = {"schedule": "gpipe", "virtual": 1, "microbatches": 1}, {"exchange_hosts": 1}
     policy = DataParallelConfig.policy if names_code(settings.data_parallel.policy) else settings.data_parallel.policy
-    return read_settings(settings, pipeline=pipeline, model={"kernel": kernel}, data_parallel={"policy": policy})
+    others = {"layout": layout, "model": {"kernel": kernel}, "data_parallel": {"policy": policy}}
+    return read_settings(settings, pipeline=pipeline, **others)
 
 
 # ---- what weights and tokenizers decide

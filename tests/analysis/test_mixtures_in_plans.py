@@ -17,8 +17,9 @@ from support.step_collectives import step_collectives
 from test_plan import tiny as tiny_settings
 
 from parallax.analysis.compiled.program import costs_of, read_hlo_text
-from parallax.analysis.planned.layouts import Choice, build_if_legal, flags_of
-from parallax.analysis.planned.plan import plan, plan_heading
+from parallax.analysis.planned.closed_form import ClosedForm
+from parallax.analysis.planned.layouts import Choice, build_if_legal, flags_of, model_on_topology
+from parallax.analysis.planned.plan import plan, plan_heading, single_changes
 from parallax.analysis.planned.step_time import (
     Clock,
     CompiledStep,
@@ -46,7 +47,7 @@ from parallax.analysis.traced.trace import abstract_mesh
 from parallax.config.sections import ModelConfig
 from parallax.errors import ConfigError
 from parallax.hardware.chips import KERNEL_EFFICIENCY
-from parallax.model.experts.exchange_costs import even_load, exchange_of, exchanged_rows
+from parallax.model.experts.exchange_costs import even_load, exchange_of, exchanged_rows, rows_over_hosts
 from parallax.model.experts.grouped_kernel import (
     gated_by_group,
     input_gradient_by_group,
@@ -191,6 +192,59 @@ def test_a_plan_says_how_tokens_come_to_experts():
 def test_a_plan_prices_the_exchange():
     over_ep = [plan(settings(layout_exchange=name), FOUR).estimate.exposed_secs["ep"] for name in ("ragged", "gather")]
     assert 0 < over_ep[0] < over_ep[1]
+
+
+TWO_HOSTS = read_topology("H100:2x2")
+
+
+def over_hosts(hosts, **changes):
+    asked = dict(layout_exchange="ragged", layout_exchange_hosts=hosts, model_experts=16, model_experts_per_token=8)
+    return settings(**asked | changes)
+
+
+def test_a_plan_says_what_goes_between_hosts():
+    lines = plan_heading("wide", over_hosts(2), TWO_HOSTS).splitlines()
+    assert lines[-1].endswith("once to each of 2 hosts, 1.00 in place of 4 rows between them")
+    one_level, two_levels = ({"layout.exchange_hosts": 1}, {"layout.exchange": "ragged", "layout.exchange_hosts": 2})
+    assert two_levels in [*single_changes(over_hosts(1), TWO_HOSTS)]
+    changes = [*single_changes(over_hosts(2), TWO_HOSTS)]
+    assert one_level in changes and one_level | {"layout.exchange": "gather"} in changes
+    on_one_host = [*single_changes(over_hosts(1), read_topology("H100:4")), *single_changes(over_hosts(1), FOUR)]
+    assert not any("layout.exchange_hosts" in change for change in on_one_host)
+
+
+def test_messages_of_an_exchange_over_hosts_are_priced_by_the_links_of_their_ranks():
+    """Between hosts by the network, inside by the switch; bytes between hosts are those of tokens, once for each."""
+    own = over_hosts(2)
+    model = build_if_legal(own, TWO_HOSTS)
+    rows, seq = own.data.global_batch, own.data.seq
+    sent = [call for call in step_collectives(model, rows, seq) if call.axes == ("ep",) and call.kind == "all-to-all"]
+    assert {call.group for call in sent} == {(0, 2), (0, 1)}
+    between = sum(call.total_bytes for call in sent if call.group == (0, 2) and call.direction == "forward")
+    row = own.model.d_model * jnp.dtype(own.model.dtype).itemsize * own.model.layer_bases.count("moe")
+    tokens, (rows_between, _) = rows * seq // 4, rows_over_hosts(own.model, 4, 2)
+    assert between == pytest.approx(rows_between * tokens * row, rel=1e-3)
+    sizes = own.mesh.sizes
+    network, switch = (TWO_HOSTS.route(sizes, ("ep",), group) for group in ((0, 2), (0, 1)))
+    assert network.to_one == TWO_HOSTS.chip.dcn_bandwidth < switch.to_one
+    with_tp = {"dp": 1, "ep": 2, "tp": 2}
+    assert TWO_HOSTS.route(with_tp, ("ep",), (0, 1)).to_one == TWO_HOSTS.chip.dcn_bandwidth
+
+
+def test_a_plan_refuses_hosts_on_which_expert_ranks_are_not():
+    for hosts, topology, said in ((2, "H100:4", "ranks are on 1 host"), (4, "H100:2x2", "ranks are on 2 hosts")):
+        with pytest.raises(ConfigError, match=f"exchange_hosts={hosts}, but the mesh.ep=4 {said}"):
+            model_on_topology(over_hosts(hosts), read_topology(topology))
+    with pytest.raises(ConfigError, match="use exchange_hosts=1 on TPUs"):
+        model_on_topology(over_hosts(2), FOUR)
+
+
+@pytest.mark.slow
+def test_the_closed_form_and_the_bound_know_an_exchange_over_hosts():
+    own = over_hosts(2)
+    choice, step = Choice.of(own), predict(own, TWO_HOSTS)
+    assert ClosedForm(own, TWO_HOSTS).estimate(choice).secs == pytest.approx(step.secs, rel=0.02)
+    assert LeastWork(own, TWO_HOSTS, build_if_legal(own, TWO_HOSTS)).bound(choice) <= step.secs
 
 
 @pytest.mark.slow

@@ -120,6 +120,7 @@ MIXTURE = {"layers": 4, "layers_of": "dense moe*3", "experts": 8, "experts_per_t
 MIXTURE = {"model": BASE["model"] | MIXTURE | {"router_groups": 4, "router_groups_chosen": 2}}
 OF_MIXTURES = [f"model.{name}" for name in MIXTURE["model"] if name.split("_")[0] in ("layers", "router", "experts")]
 OF_MIXTURES += ["model.d_expert", "model.shared_experts", "layout.exchange", "layout.expert_chunk_tokens"]
+OF_MIXTURES += ["layout.exchange_hosts"]
 OF_MIXTURES += ["loss.balance_coefficient", "loss.router_z_coefficient", "optimizer.balance_rate"]
 KINDS = [
     "moe*",

@@ -40,6 +40,7 @@ def both(mesh, **changes):
         context=layout["context"],
         order=layout["order"],
         exchange=layout["exchange"],
+        exchange_hosts=layout["exchange_hosts"],
         expert_chunk_tokens=layout["expert_chunk_tokens"],
         balances=model.loss_config.balance_coefficient > 0,
         chunk_tokens=model.loss_config.chunk_tokens,
@@ -230,6 +231,17 @@ def test_each_exchange_sends_what_its_formula_says(residual, exchange, chunk, me
     over_ep = {(kind, direction) for axes, kind, direction in measured if axes == ("ep",)}
     assert (("all-to-all", "backward") in over_ep) == (exchange == "ragged")
     assert any(direction == "recompute" for _, direction in over_ep) == (chunk > 0)
+
+
+@pytest.mark.fast(2)
+@pytest.mark.parametrize("chunk", [0, 16])
+@pytest.mark.parametrize(
+    ("mesh", "hosts"), [((1, 1, 1, 1, 1, 8), 2), ((1, 1, 1, 1, 1, 8), 4), ((1, 1, 2, 1, 1, 4), 2)], ids=str
+)
+def test_an_exchange_over_hosts_sends_what_its_formula_says(mesh, hosts, chunk):
+    how = dict(exchange="ragged", exchange_hosts=hosts, expert_chunk_tokens=chunk, residual="hidden", attention="gqa")
+    measured, formula = both(mesh, **MIXTURE | how)
+    assert measured == formula
 
 
 @pytest.mark.fast(1)

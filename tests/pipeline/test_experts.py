@@ -272,6 +272,23 @@ def test_a_model_like_gpt_oss_is_the_same_over_context_expert_and_tensor_ranks(r
     check_case(case, record_property)
 
 
+HOSTS = [
+    dict(mesh=(1, 1, 2, 1, 1, 4), model="in turn", schedule="gpipe", exchange_hosts=2, remat="elementwise"),
+    dict(mesh=(2, 1, 1, 1, 1, 4), model="late", schedule="zero_bubble_v", exchange_hosts=2, remat="router"),
+    dict(mesh=(1, 1, 1, 1, 1, 8), model="dense first", schedule="gpipe", exchange_hosts=4),
+    dict(mesh=(1, 1, 1, 1, 1, 8), model="alike", schedule="gpipe", exchange_hosts=2, expert_chunk_tokens=8),
+    dict(mesh=(1, 2, 1, 1, 1, 4), model="gpt-oss", schedule="gpipe", exchange_hosts=2, residual=SEQ_CUT),
+    dict(mesh=(2, 1, 2, 1, 1, 2), model="late", schedule="one_f_one_b", exchange_hosts=2, remat="elementwise"),
+    dict(mesh=(2, 1, 1, 1, 1, 4), model="dense first", schedule="interleaved", exchange_hosts=2, remat="layer"),
+]
+
+
+@pytest.mark.fast(1)
+@pytest.mark.parametrize("case", HOSTS, ids=name_of)
+def test_tokens_that_are_sent_once_to_each_host_give_the_plain_models_step(case, record_property):
+    check_case(case | {"exchange": "ragged"}, record_property)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "case",

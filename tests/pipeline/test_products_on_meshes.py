@@ -42,6 +42,12 @@ FAST = {
 }
 SLOW = {
     "experts alone, ragged": ("gqa", "int8", (1, 1, 1, 1, 1, 4), EXPERTS | dict(exchange="ragged")),
+    "experts alone, over hosts": (
+        "gqa",
+        "int8",
+        (1, 1, 1, 1, 1, 4),
+        EXPERTS | dict(exchange="ragged", exchange_hosts=2),
+    ),
     "experts alone, ragged, W apart": (
         "gqa",
         "float8",

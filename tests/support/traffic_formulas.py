@@ -52,6 +52,7 @@ class Step:
     context: str = "all_gather"
     order: str = "zigzag"
     exchange: str = "gather"
+    exchange_hosts: int = 1
     expert_chunk_tokens: int = 0
     balances: bool = False  # whether there is a balance loss
 
@@ -153,10 +154,9 @@ class Step:
 
     # ---- one collective
 
-    def add(self, axes: str, kind: str, direction: str, whole: int, times: int = 1) -> None:
-        devices = 1
-        for axis in axes.split():
-            devices *= getattr(self, axis)
+    def add(self, axes: str, kind: str, direction: str, whole: int, times: int = 1, among: int = 0) -> None:
+        """Of all devices along the axes, or `among` groups of so many of them."""
+        devices = among or math.prod(getattr(self, axis) for axis in axes.split())
         share = -(-whole * (devices - 1) // devices)
         self.sent[tuple(axes.split()), kind, direction] += times * (2 * share if kind == "all-reduce" else share)
 
@@ -220,9 +220,14 @@ class Step:
         token, where rows of d_model have r bytes and a token's weights and ids 4 K each:
 
         gather  (n-1) T (r + 8 K) of tokens and (n-1) T r / tp of results forward; backward the same, without the ids
-        ragged  (n-1)/n K T 2 r of tokens and results, and (n-1) 4 (R + E) of weights and counts forward, R being K T
+        ragged, with experts on one host
+                (n-1)/n K T 2 r of tokens and results, and (n-1) 4 (R + E) of weights and counts forward, R being K T
                 and up to 8 for each expert; backward the same of tokens and results, and (n-1) 4 of each row of
                 the room, 5/4 K T, or all that may come if less. Rooms are filled up to eights; 4/5 of them are sent.
+        ragged, on h hosts
+                (h-1) q T 2 r of tokens and results and (h-1) 8 K T of weights and ids, where q is the share of tokens
+                that have any of their experts on a host; backward half of the latter. And what n/h ranks of one host
+                send, as above, of the tokens that come, with R for all that may.
         """
         m, n, times = self.model, self.ep, self.microbatches * self.moe
         places, row = m.experts_per_token * FLOAT32, m.d_model * self.bytes
@@ -236,16 +241,28 @@ class Step:
         if self.exchange == "ragged" and n > 1:
             self.there_and_back("tp", "reduce-scatter", tokens * row, times)
             there, back, choice = ["forward", *again], ["forward", "backward"], m.experts_per_token * tokens
-            rows = -(-(choice + 7 * m.experts) // 8) * 8
+            h, n, of_host, come = self.exchange_hosts, n // self.exchange_hosts, m.experts, tokens
+            if h > 1:
+                of_host, come = m.experts // h, h * tokens
+                elsewhere, ways = (math.comb(some, m.experts_per_token) for some in (m.experts - of_host, m.experts))
+                q = round(1 - elsewhere / ways, 4)
+                for direction in [*there, *back, "backward"]:
+                    self.add("ep", "all-to-all", direction, round(q * come * row), times, among=h)
+                for direction in [*there, *there, "backward"]:
+                    kind = "reduce-scatter" if direction == "backward" else "all-gather"
+                    self.add("ep", kind, direction, come * places, times, among=h)
+            rows = sent = -(-(m.experts_per_token * come + 7 * of_host) // 8) * 8
+            if h > 1:
+                sent = min(rows, 8 * (-(-int(1.25 * choice) // 8) + of_host))
             usual = -(-5 * choice // 4) if choice < 256 else -(-5 * choice // 1024) * 256
-            here = m.experts // n
-            room = min(-(-usual // 8) * 8, n * (tokens * min(m.experts_per_token, here) // 8 + here) * 8)
+            here = m.experts // self.ep
+            room = min(-(-usual // 8) * 8, n * (come * min(m.experts_per_token, here) // 8 + here) * 8)
             for direction in [*there, *back, "backward"]:
-                self.add("ep", "all-to-all", direction, min(rows * row, round(4 * room * row / 5)), times)
+                self.add("ep", "all-to-all", direction, min(sent * row, round(4 * room * row / 5)), times, among=n)
             for direction in there:
-                self.add("ep", "all-gather", direction, n * m.experts * FLOAT32, times)
-                self.add("ep", "all-gather", direction, n * rows * FLOAT32, times)
-            self.add("ep", "all-gather", "backward", n * room * FLOAT32, times)
+                self.add("ep", "all-gather", direction, n * of_host * FLOAT32, times, among=n)
+                self.add("ep", "all-gather", direction, n * rows * FLOAT32, times, among=n)
+            self.add("ep", "all-gather", "backward", n * room * FLOAT32, times, among=n)
             return
         for width in (row, places, places):
             for direction in ("forward", *again):

@@ -33,6 +33,7 @@ from parallax.errors import ConfigError
 from parallax.hardware.chips import Chip, chip
 from parallax.model.experts.experts import USUAL_LOAD
 from parallax.model.experts.grouped_kernel import GROUPED_SCOPE
+from parallax.model.experts.hosts import share_between_hosts
 from parallax.model.experts.ragged import SENT
 from parallax.model.kernels.flops import kernel_flops
 from parallax.model.mask import WINDOW, order_in, window_in
@@ -442,6 +443,8 @@ class TimelineReader:
             return sum(sizes)
         # Input and output come first, then offsets and sizes. On the side of experts there is more room than rows.
         rows, of_experts = sizes[:2] if SENT in piece.op_name else sizes[1::-1]
+        if share := share_between_hosts(piece.op_name):
+            return round(share * max(sizes[:2]))
         return min(rows, round(self.share_of_rows * of_experts))
 
     def _source(self, piece: Instruction, outer: Instruction, computation: Computation) -> str:

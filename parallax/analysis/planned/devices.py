@@ -13,13 +13,14 @@ from jax import Array
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
-from parallax.analysis.planned.topology import Topology, host_numbers
+from parallax.analysis.planned.topology import Topology
 from parallax.analysis.traced.memory import bytes_on_device
 from parallax.config.sections import BLOCK_SCALES, DELAYED, MXFP8, NVFP4, ModelConfig
 from parallax.display.units import in_bytes
 from parallax.errors import ConfigError
 from parallax.hardware.chips import Chip, chip
 from parallax.hardware.devices import device_memory, start_devices
+from parallax.sharding.mesh import host_numbers
 
 MATMUL, MACHINE_MATMUL = 512, 1024  # rows and columns of factors: of each device, and of all together
 COPIED_BYTES = 2**24  # of each device: larger than caches

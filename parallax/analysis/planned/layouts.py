@@ -15,12 +15,13 @@ from parallax.config.remat import REMAT
 from parallax.config.sections import ALL_AXES, AUTO, POLICY_NAMES, MeshConfig, ModelConfig
 from parallax.config.settings import Settings
 from parallax.errors import ConfigError, ParallaxError, divisors
-from parallax.model.checks import check_context, check_kernel_on
+from parallax.model.checks import check_context, check_exchange, check_kernel_on
 from parallax.model.families import CONTEXTS
 from parallax.model.kernels.platforms import ATTENTION_KERNELS
 from parallax.pipeline import ShardedModel
 from parallax.schedules import SCHEDULES
 from parallax.schedules.pricing import stages_of_rank
+from parallax.sharding.activations import EXPERT_AXIS
 from parallax.sharding.host import DEVICE, HOST
 from parallax.sharding.mesh import SLOW_AXES, axis_between_slices, factorisations
 from parallax.sharding.zigzag import CONTIGUOUS, ZIGZAG
@@ -267,6 +268,9 @@ def model_on_topology(settings: Settings, topology: Topology) -> ShardedModel:
             "use kernel='xla', or --topology for chips that have it."
         )
     axis_between_slices(settings.mesh.sizes, topology.slices)
+    ranks, crosses = settings.mesh.ep, chip.platform == "gpu" and settings.mesh.ep > 1
+    hosts = topology.hosts_along(settings.mesh.sizes, EXPERT_AXIS) if crosses else None
+    check_exchange(settings.layout, ranks, chip.platform, hosts)
     mesh = abstract_mesh(settings.mesh.sizes, simulated=settings.mesh.simulate > 0, chip=chip.name)
     model = model_of(settings, mesh)
     model.check_batch(settings.data.global_batch, settings.data.seq)

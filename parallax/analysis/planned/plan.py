@@ -40,9 +40,9 @@ from parallax.display.units import duration, in_bytes, percent
 from parallax.errors import ConfigError, ParallaxError
 from parallax.hardware.chips import KERNEL_EFFICIENCY
 from parallax.model.experts.exchange import EXCHANGES
-from parallax.model.experts.exchange_costs import exchange_of, exchanged_rows
+from parallax.model.experts.exchange_costs import exchange_of, exchanged_rows, share_of_host
 from parallax.model.kernels.platforms import ATTENTION_KERNELS
-from parallax.sharding.activations import BATCH_AXES
+from parallax.sharding.activations import BATCH_AXES, EXPERT_AXIS
 from parallax.sharding.compiler import hides_reduce_scatters
 from parallax.sharding.host import HOST
 from parallax.sharding.plan import DATA_AXES
@@ -344,7 +344,13 @@ def single_changes(settings: Settings, topology: Topology) -> Iterator[dict[str,
     if settings.fsdp.bucket == "parameter" and layout.data_ranks > 1:
         yield {"fsdp.bucket": "module"}
     now = _exchange(settings, topology)
-    yield from ({"layout.exchange": exchange} for exchange in EXCHANGES if now and exchange != now)
+    asked, hosts = settings.layout.exchange_hosts, _hosts_of_experts(settings, topology)
+    one_level = {"layout.exchange_hosts": 1} if asked > 1 else {}
+    yield from ({"layout.exchange": exchange} | one_level for exchange in EXCHANGES if now and exchange != now)
+    if now and asked > 1:
+        yield one_level
+    elif now and hosts > 1:
+        yield {"layout.exchange": "ragged", "layout.exchange_hosts": hosts}
     if chunk := settings.loss.chunk_tokens // 2:
         yield {"loss.chunk_tokens": chunk}
     for dtype in STATE_DTYPES:
@@ -370,6 +376,12 @@ def single_changes(settings: Settings, topology: Topology) -> Iterator[dict[str,
 def has_gpu_hosts(topology: Topology) -> bool:
     """Whether these are GPUs on several hosts."""
     return topology.chip.platform == "gpu" and topology.devices > topology.shape[-1]
+
+
+def _hosts_of_experts(settings: Settings, topology: Topology) -> int:
+    """The number of hosts of GPUs on which expert ranks are."""
+    crosses = has_gpu_hosts(topology) and settings.mesh.ep > 1
+    return topology.hosts_along(settings.mesh.sizes, EXPERT_AXIS) if crosses else 1
 
 
 def _exchange(settings: Settings, topology: Topology) -> str:
@@ -442,6 +454,10 @@ def _mixture_lines(settings: Settings, topology: Topology) -> Iterator[str]:
         sent = exchanged_rows(model, settings.mesh.ep)
         other = next(name for name in EXCHANGES if name != exchange)
         line += f", over ep by {exchange}: {percent(sent[exchange] / sent[other])} of the bytes of {other}"
+        if (hosts := settings.layout.exchange_hosts) > 1:
+            share = share_of_host(model.experts, model.experts_per_token, hosts)
+            rows = model.experts_per_token * (hosts - 1) / hosts
+            line += f"; once to each of {hosts} hosts, {(hosts - 1) * share:.2f} in place of {rows:g} rows between them"
     yield line + f", {chunk} tokens at once" * (chunk > 0)
 
 

@@ -428,7 +428,7 @@ def messages(
         # All of a layer waits for a message with all of its weights.
         waits = call.module == BY_LAYER and call.kind == "all-gather" and not settings.fsdp.prefetch
         hides = ((_is_of_parameters(call) and can_hide and beside and not waits) or passed_on) and not topology.shared
-        links, kind, sent_bytes = reached.route(sizes, call.axes), call.kind, call.bytes
+        links, kind, sent_bytes = reached.route(sizes, call.axes, call.group), call.kind, call.bytes
         if sums and kind == "all-to-all" and _is_of_parameters(call):
             kind = "reduce-scatter"
             sent_bytes *= jnp.dtype(sums).itemsize / jnp.dtype(settings.model.dtype).itemsize

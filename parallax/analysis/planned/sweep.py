@@ -73,7 +73,7 @@ from parallax.display.svg import INK, PAPER, TIP, svg
 from parallax.display.units import in_bytes, percent
 from parallax.errors import ConfigError, ParallaxError, errors_as
 from parallax.hardware.chips import Chip
-from parallax.model.experts.exchange_costs import exchange_of, exchanged_rows
+from parallax.model.experts.exchange_costs import exchange_of, exchanged_rows, rows_over_hosts
 from parallax.model.kernels.flops import tokens_read_twice
 from parallax.pipeline import BACKWARD, ShardedModel
 from parallax.schedules.pricing import least_bubble, least_held
@@ -227,8 +227,14 @@ class LeastWork:
         if choice.ep > 1:
             mixtures = tokens * model.layer_bases.count("moe") / model.layers * model.d_model
             form = exchange_of(choice.exchange, model, choice.ep, on_cpus=self.topology.chip.platform == "cpu")
-            rows = exchanged_rows(model, choice.ep)[form]
-            sent.append(Sent("all-gather", (EXPERT_AXIS,), mixtures * rows, 2 * many, "forward", LAYERS, ""))
+            each = {(): exchanged_rows(model, choice.ep)[form]}
+            hosts = self.settings.layout.exchange_hosts
+            if hosts > 1 and choice.ep % hosts == 0:
+                apart = choice.ep // hosts
+                between, inside = rows_over_hosts(model, choice.ep, hosts)
+                each = {tuple(range(0, choice.ep, apart)): between, tuple(range(apart)): inside}
+            for group, rows in each.items():
+                sent.append(Sent("all-gather", (EXPERT_AXIS,), mixtures * rows, 2 * many, "forward", LAYERS, "", group))
         return sent
 
     def _width_kept_with(self, remat: str) -> float:

@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from parallax.errors import ConfigError, how_to_install
 from parallax.hardware import nccl
 from parallax.hardware.chips import LINKS_BETWEEN_CORES, Chip, chip
-from parallax.sharding.mesh import axis_between_slices, torus_pieces
+from parallax.sharding.mesh import axis_between_slices, hosts_along, hosts_in, torus_pieces
 from parallax.step.resolve import Devices
 
 GET_LIBTPU = f"the TPU compiler, libtpu, is not installed: {how_to_install('tpu')}"
@@ -82,10 +82,15 @@ class Topology(NamedTuple):
         shares = reached.triton if kernel == "triton" else reached.packed if packed else reached.attention
         return self.chip.peak(dtype) * shares.share(seq, backward=backward)
 
-    def route(self, sizes: Mapping[str, int], axes: Sequence[str]) -> "Route":
-        """The links between chips that differ along these axes of a mesh of these sizes: see `route`."""
+    def route(self, sizes: Mapping[str, int], axes: Sequence[str], group: tuple[int, ...] = ()) -> "Route":
+        """The links between chips that differ along these axes of a mesh of these sizes, or between a `group` of ranks
+        of the only axis: see `route`."""
         chip, ordered = self.chip._replace(flops=()), tuple(sizes.items())  # can be hashed
-        return _route_on(self.shape, self.slices, ordered, tuple(axes), chip)
+        return _route_on(self.shape, self.slices, ordered, tuple(axes), chip, group)
+
+    def hosts_along(self, sizes: Mapping[str, int], axis: str) -> int:
+        """The number of hosts of GPUs on which the ranks of an axis are: see `hosts_along`."""
+        return hosts_along(_laid_out(self.shape, self.chip.cores, tuple(sizes.items())), axis)
 
 
 def read_topology(text: str) -> Topology:
@@ -238,10 +243,19 @@ def _laid_out(shape: tuple[int, ...], cores: int, sizes: tuple[tuple[str, int], 
 
 @functools.lru_cache
 def _route_on(
-    shape: tuple[int, ...], slices: int, sizes: tuple[tuple[str, int], ...], axes: tuple[str, ...], chip: Chip
+    shape: tuple[int, ...],
+    slices: int,
+    sizes: tuple[tuple[str, int], ...],
+    axes: tuple[str, ...],
+    chip: Chip,
+    group: tuple[int, ...] = (),
 ) -> "Route":
     if slices == 1:
-        return route(_laid_out(shape, chip.cores, sizes), axes, chip)
+        mesh = _laid_out(shape, chip.cores, sizes)
+        if group:
+            inner = mesh.axis_names.index(axes[0]) + 1
+            group = tuple(rank * math.prod(mesh.devices.shape[inner:]) for rank in group)
+        return route(mesh, axes, chip, group)
     crossing = axis_between_slices(dict(sizes), slices)
     if crossing in axes:
         return _between_slices(chip)
@@ -297,7 +311,7 @@ def route(mesh: Mesh, axes: tuple[str, ...], chip: Chip, group: Sequence[int] = 
     """
     devices = [mesh.devices.flat[number] for number in group] if group else _members(mesh, axes)
     if not chip.torus_dims:
-        return _between_hosts(_hosts(mesh, devices), chip)
+        return _between_hosts(hosts_in(mesh, devices), chip)
     if _differ(devices, "slice_index"):
         return _between_slices(chip)
     places, extents = _places(mesh, axes, devices)
@@ -359,7 +373,7 @@ def one_way(mesh: Mesh, pairs: Sequence[tuple[int, int]], chip: Chip) -> float:
     """
     devices = list(mesh.devices.flat)
     if not chip.torus_dims:
-        hosts = _hosts(mesh, devices)
+        hosts = hosts_in(mesh, devices)
         apart = any(hosts[source] != hosts[target] for source, target in pairs)
         return chip.dcn_bandwidth if apart else chip.ici_bandwidth * chip.ici_links
     if any(_differ([devices[source], devices[target]], "slice_index") for source, target in pairs):
@@ -387,17 +401,6 @@ def _path(start: np.ndarray, end: np.ndarray, extents: list[int], rings: list[bo
 def _members(mesh: Mesh, axes: tuple[str, ...]) -> list:
     index = tuple(slice(None) if axis in axes else 0 for axis in mesh.axis_names)
     return list(mesh.devices[index].reshape(-1))
-
-
-def host_numbers(devices: Sequence[Any], *, here: bool) -> list[int]:
-    """The host of each GPU. For GPUs that are present JAX calls a host a slice, however many processes run on it. The
-    ones that a compiler describes are all in one slice; there a host is a process."""
-    return [getattr(device, "slice_index" if here else "process_index", 0) for device in devices]
-
-
-def _hosts(mesh: Mesh, devices: Sequence[Any]) -> list[int]:
-    here = any(getattr(device, "local_hardware_id", None) is not None for device in mesh.devices.flat)
-    return host_numbers(devices, here=here)
 
 
 def _differ(devices: list, attribute: str) -> bool:

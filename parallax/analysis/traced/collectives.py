@@ -13,6 +13,7 @@ from parallax.analysis.traced.trace import Origin, step_program, update_program,
 from parallax.config.sections import ALL_AXES
 from parallax.jaxprs import KIND_OF_PRIMITIVE, RAGGED_PRIMITIVE
 from parallax.model.experts.exchange_costs import ROOM_OVER_EVEN
+from parallax.model.experts.hosts import share_between_hosts
 from parallax.model.experts.ragged import SENT
 from parallax.pipeline import ShardedModel
 from parallax.sharding.collectives import as_varying
@@ -34,6 +35,8 @@ class Sent(NamedTuple):
     module: str  # the module that sends: "attention/q", "embedding", or a file outside of modules: "pipeline/tick"
     # The line that asks for it: "parallax/model/mlp.py:50"; of what the plan moves, that of the layer which uses it.
     source: str
+    # Ranks along the only axis that send to each other, if these are not all: a group of several.
+    group: tuple[int, ...] = ()
 
     @property
     def total_bytes(self) -> float:
@@ -149,12 +152,15 @@ def sent_in_equation(
         # Input and output come first, then offsets and sizes. On the side of experts there is more room than rows.
         rows, of_experts = operands[:2] if SENT in origin.stack else operands[1::-1]
         operand = min(rows, round(of_experts / ROOM_OVER_EVEN))
-    groups = equation.params.get("axis_index_groups")  # a step of a two-step gather
+        if share := share_between_hosts(origin.stack):
+            operand = round(share * max(operands[:2]))  # where tokens of all hosts have places
+    groups = equation.params.get("axis_index_groups")  # a step of a two-step gather, or an exchange over hosts
+    group = tuple(groups[0]) if groups and len(axes) == 1 else ()
     count = len(groups[0]) if groups else math.prod(sizes[axis] for axis in axes)
     size = sent_bytes(kind, operand, count)
     if kind == "permute" and not any(source == rank[axes[0]] != target for source, target in equation.params["perm"]):
         size = 0
-    return Counter({Sent(kind, axes, size, 0, origin.direction, origin.module, origin.source): 1})
+    return Counter({Sent(kind, axes, size, 0, origin.direction, origin.module, origin.source, group): 1})
 
 
 def sent_bytes(kind: str, operand: int, devices: int) -> int:

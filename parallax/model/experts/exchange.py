@@ -17,6 +17,7 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
 from parallax.model.experts.experts import HeldExperts
+from parallax.model.experts.hosts import sums_by_host
 from parallax.model.experts.ragged import sums_of_rows
 from parallax.sharding.activations import EXPERT_AXIS, activation
 from parallax.sharding.collectives import all_gather, bound_axis_sizes, is_bound, reshard
@@ -77,6 +78,7 @@ def ragged_exchange(
     ids: Array,
     shared_experts: SharedExperts | None = None,
     send_again: bool = False,
+    hosts: int = 1,
 ) -> Array:
     """A rank gets one row for each choice of one of its experts, and the results are sent back.
 
@@ -91,15 +93,28 @@ def ragged_exchange(
     With `send_again` received tokens have no name to be saved by: the backward pass sends x once more, the rows of a
     round after the products of the round before. Recomputed, all would be sent before its first products.
 
+    With several `hosts`, over which ranks are spread in turn, a token is sent once to each that has any of its experts,
+    and from there to their ranks: parallax/model/experts/hosts.py. Messages are those between hosts and those inside.
+
     Communication:
         forward   all_gather of the counts with the weights over ep; all_to_all of x and the result over ep;
                   reduce_scatter of the result over tp
         backward  all_gather of the gradient over tp; all_gather of the gradient of weights over ep;
                   all_to_all of the gradient and the gradient of x over ep
+
+    Communication, several hosts:
+        forward   all_gather of weights and ids over ep; all_to_all of x and the result over ep;
+                  all_gather of the counts with the weights over ep; all_to_all of x and the result over ep;
+                  reduce_scatter of the result over tp
+        backward  all_gather of the gradient over tp; all_gather of the gradient of weights over ep;
+                  all_to_all of the gradient and the gradient of x over ep;
+                  all_to_all of the gradient and the gradient of x over ep; reduce_scatter of the gradient of weights
+                  over ep
     """
     if not is_bound(EXPERT_AXIS):
         return gather_exchange(experts, residual, x, weights, ids, shared_experts)
-    y, shared = sums_of_rows(experts, _flat(x), _flat(weights), _flat(ids), shared_experts, send_again)
+    given = experts, _flat(x), _flat(weights), _flat(ids), shared_experts, send_again
+    y, shared = sums_of_rows(*given) if hosts == 1 else sums_by_host(*given, hosts)
     y = reshard(f"{activation('d_model')} +tp -> {residual}", y.reshape(x.shape))
     return y if shared is None else y + shared
 
@@ -107,6 +122,11 @@ def ragged_exchange(
 EXCHANGES = {"gather": gather_exchange, "ragged": ragged_exchange}
 SENT_AGAIN = "ragged again"
 EXCHANGE_FORMS = EXCHANGES | {SENT_AGAIN: functools.partial(ragged_exchange, send_again=True)}
+
+
+def exchange_form(name: str, hosts: int) -> Callable[..., Array]:
+    """The form with this name, for ranks on so many hosts."""
+    return EXCHANGE_FORMS[name] if hosts == 1 else functools.partial(EXCHANGE_FORMS[name], hosts=hosts)
 
 
 def _gathered(dims: str, x: Array) -> Array:

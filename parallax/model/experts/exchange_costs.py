@@ -43,6 +43,25 @@ def exchanged_rows(model: ModelConfig, ep: int) -> dict[str, float]:
     return {"gather": 2 * (ep - 1), "ragged": 2 * model.experts_per_token * (ep - 1) / ep}
 
 
+def share_of_host(experts: int, choices: int, hosts: int) -> float:
+    """The share of tokens that have any of their choices on one of the hosts, if all choices are equally likely.
+
+    >>> round(share_of_host(32, 4, 2), 3), share_of_host(8, 1, 4)
+    (0.949, 0.25)
+    """
+    return 1 - math.comb(experts - experts // hosts, choices) / math.comb(experts, choices)
+
+
+def rows_over_hosts(model: ModelConfig, ep: int, hosts: int) -> tuple[float, float]:
+    """The rows that the ragged exchange sends between hosts and inside a rank's host, as `exchanged_rows`.
+
+    >>> rows_over_hosts(ModelConfig(experts=8, experts_per_token=2), 4, 2)
+    (1.571..., 2.0)
+    """
+    share = share_of_host(model.experts, model.experts_per_token, hosts)
+    return 2 * (hosts - 1) * share, 2 * model.experts_per_token * (ep - hosts) / ep
+
+
 def exchange_of(asked: str, model: ModelConfig, ep: int, *, on_cpus: bool) -> str:
     """The exchange that layout.exchange selects. "auto" is the one that sends less, and "ragged" if both send as much:
     a rank then holds the rows of its experts alone, not all ranks' tokens, too. On CPUs, which have no ragged

@@ -11,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from parallax.config.sections import EXPERTS, ModelConfig
 from parallax.model.dense import Dense
-from parallax.model.experts.exchange import EXCHANGE_FORMS, SharedExperts
+from parallax.model.experts.exchange import SharedExperts, exchange_form
 from parallax.model.experts.experts import Experts, HeldExperts
 from parallax.model.experts.ragged import ordered
 from parallax.model.experts.router import Router
@@ -30,14 +30,15 @@ class MoE(nn.Module):
     """Weighted sum of a token's experts, plus the shared experts; input and output have the residual's layout.
 
     Experts are gated MLPs. In all families ep shards their number and tp their width. `exchange` says how tokens are
-    sent to them: see parallax/model/experts/exchange.py. With `chunk_tokens`, at most that many of a device's tokens
-    (or one position of each of its rows) are sent at once. Then the backward pass repeats the exchange and the products
-    of each chunk, whatever `pipeline.remat` says, and B computes the gradients of experts together with the input's,
-    not W. With `model.shared_gate` the shared experts' output is times a sigmoid of the token (Qwen2-MoE). With
-    `model.expert_bias` experts have biases; those of their results are added up behind the exchange: the sum of a
-    token's experts' results, each with its weight, is that of the results without biases plus that of the biases.
-    `row_weight` is 1 / rows of the global batch; None, in evaluation and decoding, omits the additional gradients of
-    Router. Besides the communication of its router, its exchange and its shared experts:
+    sent to them, and `exchange_hosts` over how many hosts: see parallax/model/experts/exchange.py. With `chunk_tokens`,
+    at most that many of a device's tokens (or one position of each of its rows) are sent at once. Then the backward
+    pass repeats the exchange and the products of each chunk, whatever `pipeline.remat` says, and B computes the
+    gradients of experts together with the input's, not W. With `model.shared_gate` the shared experts' output is times
+    a sigmoid of the token (Qwen2-MoE). With `model.expert_bias` experts have biases; those of their results are added
+    up behind the exchange: the sum of a token's experts' results, each with its weight, is that of the results without
+    biases plus that of the biases. `row_weight` is 1 / rows of the global batch; None, in evaluation and decoding,
+    omits the additional gradients of Router. Besides the communication of its router, its exchange and its shared
+    experts:
 
     Communication:
         forward   all_gather of x over tp
@@ -51,6 +52,7 @@ class MoE(nn.Module):
     balance_coefficient: float = 0.0
     router_z_coefficient: float = 0.0
     exchange: str = "gather"
+    exchange_hosts: int = 1
     chunk_tokens: int = 0  # 0: all tokens at once
     matmul: str = "compute"  # of the shared experts
     matmul_of_experts: str = "compute"
@@ -123,7 +125,7 @@ class MoE(nn.Module):
     def _in_chunks(self, experts: HeldExperts, shared_experts: SharedExperts | None, *arrays: Array) -> Array:
         """The exchange of arrays [B, S, ...], chunk by chunk. If tp shards the residual's seq, a chunk has the same
         number of positions of each shard, so that its results have the residual's layout."""
-        exchange = EXCHANGE_FORMS[self.exchange]
+        exchange = exchange_form(self.exchange, self.exchange_hosts)
         rows, seq = arrays[0].shape[:2]
         pieces = bound_axis_sizes().get("tp", 1) if "tp" in Layout.parse(self.residual).cut_of("seq") else 1
         chunks = chunks_of_tokens(rows * pieces, seq // pieces, self.chunk_tokens)
