@@ -7,6 +7,7 @@ import runpy
 import subprocess
 import sys
 from importlib.util import find_spec
+from types import SimpleNamespace
 from unittest import mock
 
 import jax
@@ -54,6 +55,7 @@ RUNS = {
     "mixture.py": r"worst share 0\.\d{3} rows",
     "meshes.py": r" 1  1  1  \d\.\d{5} +0\.0e\+00",
     "overlap.py": r"\| nothing \| \d+\.\d\d \|.* \d+\.\d % \|( \d+\.\d \|){2}",
+    "one_gpu.py --parts step kernels": r"\| kernels \| done \| \d+ \| build/one_gpu/kernels\.txt \|",
     "one_pass.py": r"F&B( +\d+\.\d\d){6}",
     "options.py": r"\| weights bfloat16 \|( [+-]\d\.\d\d GiB \|){2}( [+-]\d+\.\d % \|){2}",
     "options.py --here": r"\| weights bfloat16 \|.*\| not reported \|( [+-]\d+\.\d % \|){2} \d\.\d{6} \|",
@@ -95,6 +97,7 @@ PROCESSES = (
     "curves.py",
     "curves.py --recipes",
     "first_step.py",
+    "one_gpu.py --parts step kernels",
     "options.py --here",
     "recipes.py",
     "soak.py",
@@ -125,8 +128,8 @@ SECONDS = (
 
 
 def run_here(line, monkeypatch):
-    """The status of a command line of a benchmark, run in this process."""
-    name, *arguments = line.split()
+    """The status of a command line of a benchmark, or of its words, run in this process."""
+    name, *arguments = line.split() if isinstance(line, str) else line
     monkeypatch.setattr(sys, "argv", [name, *arguments])
     monkeypatch.setattr("parallax.hardware.devices.simulate_devices", lambda count: None)  # eight are here
     caches = jax.config.jax_enable_compilation_cache
@@ -256,6 +259,39 @@ def test_tables_beside_transformers_have_figures(line):
     assert done.returncode == 0 and has_figures(line, done.stdout), done.stdout + done.stderr[-3000:]
 
 
+@pytest.fixture
+def one_gpu(monkeypatch):
+    monkeypatch.syspath_prepend(FOLDER)
+    return SimpleNamespace(**runpy.run_path(str(FOLDER / "one_gpu.py")))
+
+
+def test_benchmarks_know_what_the_parts_for_one_gpu_ask_of_them(one_gpu, tmp_path, monkeypatch):
+    asked = SimpleNamespace(smoke=False, out=tmp_path)
+    words = [command.words for part in one_gpu.PARTS for command in one_gpu.commands_of(part, tmp_path, asked)]
+    lines = [(pathlib.Path(name).name, *rest) for name, *rest in words if name.startswith("benchmarks/")]
+    assert {name for name, *_ in lines} == {"attention.py", "decoding.py", "gspmd.py", "options.py", "rates.py"}
+    for name, *rest in lines:  # what is wrong before --help is said in its place
+        assert run_here([name, *rest, "--help"], monkeypatch) == 0, (name, rest)
+
+
+def test_a_part_ends_at_its_limit_with_all_its_processes(one_gpu, tmp_path):
+    sleeping = "import os, time; os.fork(); print('started', flush=True); time.sleep(600)"
+    ends = os.pipe()
+    with open(ends[1], "w") as printed:
+        assert one_gpu.status_of(one_gpu.Command(["-c", sleeping]), printed, 3.0) is None
+    with open(ends[0]) as pipe:  # it ends when nobody can write to it any more
+        assert pipe.read() == "started\nstarted\n"
+
+
+def test_after_a_command_that_fails_a_part_ends_and_the_next_begins(one_gpu, tmp_path):
+    failing = [one_gpu.Command(["-c", f"print({number}); raise SystemExit({number})"]) for number in (0, 3, 4)]
+    ended = [one_gpu.run_part(part, failing[first:], tmp_path, 60) for part, first in (("all", 0), ("last", 2))]
+    assert [part.how for part in ended] == ["failed with status 3", "failed with status 4"]
+    printed = (tmp_path / "all.txt").read_text().splitlines()
+    assert [line for line in printed if not line.startswith("$")] == ["0", "3"]
+    assert len([*one_gpu.summary(ended)]) == 4
+
+
 @pytest.mark.parametrize("arguments", [["--smoke", "memory"], ["memory", "--smoke"]])
 def test_smoke_may_stand_before_the_name_of_a_command(arguments, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["schedules.py", *arguments])
@@ -287,6 +323,7 @@ def test_an_unknown_flag_is_one_line(name, monkeypatch, capsys):
         ("gspmd.py --set mesh.tp", "argument --set: 'mesh.tp' is not KEY=VALUE"),
         ("guard.py --rows 0", "argument --rows: '0' must be a whole number of 1 or more"),
         ("hf_table.py --smoke --write", "figures of --smoke must not go into docs/measured/hf.md; leave out --write"),
+        ("one_gpu.py --seconds 0", "argument --seconds: '0' must be a number of seconds above 0"),
         ("options.py --here --topology v5e:4x4", "argument --topology: not allowed with argument --here"),
         ("options.py --here --steps 2", "--steps=2 must be a whole number of 3 or more"),
         ("options.py --here --set model.layerz=2", "unknown key model.layerz; did you mean 'layers'?"),

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from types import SimpleNamespace
 
 import jax
@@ -249,6 +250,19 @@ def test_streams_of_a_gpu_are_read_by_their_operations(tmp_path):
     assert secs == {"mlp": (4, 0), "update": (1, 0)} and sent == {"all-gather over tp": (2, 1)}
     assert found.modules[0].products == found.modules[0].secs and found.steps == (7,) and found.kind == "H100"
     assert found.idle * 1e6 == pytest.approx(3) and found.secs * 1e6 == pytest.approx(10)
+
+
+def test_kernels_of_a_gpu_are_added_up_by_name(tmp_path):
+    trace = read_traces(write_gpu(tmp_path / "alone", about=False))
+    ((number, ran),) = trace.devices.items()
+    again = [op._replace(start=op.start + trace.secs, end=op.end + trace.secs) for op in ran]
+    found = profile_steps(trace._replace(devices={number: ran + again}))
+    assert [(kernel.name, round(kernel.secs * 1e6, 6), kernel.calls) for kernel in found.kernels] == [
+        ("gemm_fusion_dot", 8, 2),
+        ("ncclDevKernel_AllGather_RING_LL", 6, 2),
+        ("loop_add_fusion", 2, 2),
+    ]
+    assert re.search(r"gemm_fusion_dot +2 +0\.01 ms", str(found))
 
 
 def test_a_trace_without_its_program_is_read_by_names(tmp_path):

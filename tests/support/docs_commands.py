@@ -204,6 +204,7 @@ PARSED = {
     "CONFIG=configs/gpu_24gb.py RUN_NAME=first sbatch --gpus-per-node=1 --cpus-per-task=8 launch/slurm.sh "
     "--config.data.path=FILES --config.data.tokenizer=FILE.json": POD,
     "python -m parallax.firstrun": POD,
+    "python benchmarks/one_gpu.py --out=runs/one_gpu": LONG,
     "python -m parallax.firstrun --config=configs/llama_1b_16.py --config.mesh.dp=-1 --steps=20 --out=first-run.md": (
         POD
     ),
@@ -248,6 +249,7 @@ PARSED = {
             "gspmd.py --layout cp --rows 0 1",
             "gspmd.py --layout ep --rows 0 1",
             "large.py",
+            "one_gpu.py",
             "tpu_compile.py --topology v5e:4x4 --mesh 4,2,2",
             "tpu_compile.py --topology v5p:2x2x4 --mesh 4,2,2",
             "data.py",

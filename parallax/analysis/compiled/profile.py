@@ -51,11 +51,12 @@ class About(NamedTuple):
 
 
 class Operation(NamedTuple):
-    """An operation on a device, from `start` to `end` in seconds."""
+    """An operation on a device, from `start` to `end` in seconds; on GPUs the name of its kernel, without numbers."""
 
     start: float
     end: float
     about: About
+    kernel: str = ""
 
 
 class Trace(NamedTuple):
@@ -186,8 +187,8 @@ def _ran(plane: Any, program: Traced) -> Iterator[tuple[int, Operation]]:
     if device is None and plane.name != "/host:CPU":
         return
     lines = list(plane.lines)
+    streams = [line for line in lines if device is not None and line.name.startswith("Stream")]
     if device is not None:
-        streams = [line for line in lines if line.name.startswith("Stream")]
         lines = streams or [line for line in lines if line.name.endswith("XLA Ops")]
     for line in lines:
         for event in line.events:
@@ -198,7 +199,8 @@ def _ran(plane: Any, program: Traced) -> Iterator[tuple[int, Operation]]:
             if about is not None:
                 start = event.start_ns / 1e9
                 number = int(device[1]) if device else int(stats.get("device_ordinal", 0))
-                yield number, Operation(start, start + event.duration_ns / 1e9, about)
+                kernel = re.sub(r"(_\d+)+$", "", event.name) if streams else ""
+                yield number, Operation(start, start + event.duration_ns / 1e9, about, kernel)
 
 
 def _of(name: str, stats: dict[str, Any], program: Traced) -> About | None:
@@ -253,6 +255,15 @@ class PartTime(NamedTuple):
     calls: float
 
 
+class KernelTime(NamedTuple):
+    """Seconds of a GPU's kernels of one name, on an average device in all traced steps; those that run at once count
+    each. `calls` are those of an average device, too."""
+
+    name: str
+    secs: float
+    calls: float
+
+
 class DeviceTime(NamedTuple):
     """Seconds of one device: `compute`, `exposed` collectives, `idle`; their sum is the wall time."""
 
@@ -276,13 +287,14 @@ class StepProfile:
     collectives: tuple[PartTime, ...]
     idle: float
     devices: tuple[DeviceTime, ...]
+    kernels: tuple[KernelTime, ...]
 
     def to_json(self) -> str:
         """The whole profile as JSON."""
         return json.dumps(as_plain(self), indent=2)
 
     def __repr__(self) -> str:
-        sections = [_heading(self), _parts(self), _devices(self)]
+        sections = [_heading(self), _parts(self), *([_kernels(self)] if self.kernels else []), _devices(self)]
         return "\n\n".join("\n".join(wrapped(section)) for section in sections)
 
 
@@ -337,7 +349,18 @@ def profile_steps(trace: Trace) -> StepProfile:
             DeviceTime(number, _place(trace, number), *(total(spent, what) for what in ("compute", "exposed", "idle")))
             for number, spent in by_device.items()
         ),
+        kernels=tuple(sorted(kernel_times(trace), key=lambda kernel: -kernel.secs)),
     )
+
+
+def kernel_times(trace: Trace) -> list[KernelTime]:
+    """The time of each kernel of GPUs by name; none on other devices."""
+    secs, calls = Counter(), Counter()
+    for op in (op for ran in trace.devices.values() for op in ran if op.kernel):
+        secs[op.kernel] += op.end - op.start
+        calls[op.kernel] += 1
+    count = len(trace.devices)
+    return [KernelTime(name, total / count, calls[name] / count) for name, total in secs.items()]
 
 
 def _place(trace: Trace, number: int) -> str:
@@ -348,7 +371,7 @@ def _place(trace: Trace, number: int) -> str:
     return " ".join(f"{axis}={rank}" for axis, rank in zip(trace.mesh, ranks, strict=True))
 
 
-SHOWN_DEVICES = 16
+SHOWN_DEVICES, SHOWN_KERNELS = 16, 24
 
 
 def _heading(profile: StepProfile) -> Iterator[str]:
@@ -389,6 +412,19 @@ def _parts(profile: StepProfile) -> Iterator[str]:
         yield f"{IN_GRAPHS} have no names: trace with {NO_GRAPHS} in the environment."
     if profile.kind == "cpu":
         yield "Simulated devices share the machine's cores: collectives hold the wait for the others, too."
+
+
+def _kernels(profile: StepProfile) -> Iterator[str]:
+    """The kernels of GPUs that take longest."""
+    steps = max(len(profile.steps), 1)
+    rows = [
+        [kernel.name, f"{kernel.calls / steps:,.0f}", _ms(kernel.secs / steps), percent(kernel.secs / profile.secs)]
+        for kernel in profile.kernels[:SHOWN_KERNELS]
+    ]
+    yield from text_table(["kernel", "calls", "time", "share"], rows, left=1, width=TEXT_WIDTH)
+    if left := profile.kernels[SHOWN_KERNELS:]:
+        secs = sum(kernel.secs for kernel in left)
+        yield f"and {len(left)} more, {_ms(secs / steps)} together; --json has all."
 
 
 def _cells(part: PartTime, profile: StepProfile, steps: int) -> list[str]:
