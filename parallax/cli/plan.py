@@ -6,7 +6,6 @@
 Compiled plans for TPUs need libtpu but no TPU; those for GPUs need JAX's CUDA plugin but no GPU.
 """
 
-import gc
 import math
 import re
 import sys
@@ -179,6 +178,4 @@ def compiler_devices(topology: Topology, values: dict[str, Any]) -> list[Any]:
 
 if __name__ == "__main__":
     without_chips(sys.argv)
-    gc.freeze()
-    gc.set_threshold(100_000)  # traced programs are many objects: with the usual 700, a tenth of the time is collection
     sys.exit(main(sys.argv))

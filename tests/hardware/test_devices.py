@@ -13,6 +13,7 @@ from parallax.errors import ConfigError
 from parallax.hardware.devices import (
     gpu_files,
     keep_a_thread_free,
+    leave_loops_rolled,
     leave_out_absent_tpu,
     start_devices,
     tpu_signs,
@@ -118,6 +119,36 @@ def test_xla_has_a_thread_more_than_devices_and_no_fewer_than_it_was_told(monkey
     monkeypatch.delenv("NPROC", raising=False)
     keep_a_thread_free(4)
     assert os.environ["PJRT_NPROC"] == threads
+
+
+@pytest.mark.parametrize(
+    ("given", "flags"),
+    [
+        ("", "--xla_backend_extra_options=xla_cpu_disable_loop_unrolling"),
+        ("--xla_a=1", "--xla_a=1 --xla_backend_extra_options=xla_cpu_disable_loop_unrolling"),
+        ("--xla_backend_extra_options=mine", "--xla_backend_extra_options=mine"),
+        ("/a/file/with/flags", "/a/file/with/flags"),
+    ],
+)
+def test_loops_are_left_rolled_unless_the_user_has_options_of_the_backend(monkeypatch, given, flags):
+    monkeypatch.setenv("XLA_FLAGS", given)
+    leave_loops_rolled()
+    leave_loops_rolled()
+    assert os.environ["XLA_FLAGS"] == flags
+
+
+@pytest.mark.slow
+def test_xla_makes_less_code_of_a_loop_that_is_left_rolled(tmp_path):
+    program = "simulate_devices(1); import jax; jax.jit(lambda x: x * x + 1).lower(jax.numpy.ones(4096)).compile()"
+    sizes = []
+    for folder, given in ((tmp_path / "rolled", ""), (tmp_path / "as_is", " --xla_backend_extra_options=xla_none")):
+        environment = os.environ | {"XLA_FLAGS": f"--xla_dump_to={folder}{given}", "PYTHONPATH": str(ROOT)}
+        environment["JAX_ENABLE_COMPILATION_CACHE"] = "false"
+        run = [sys.executable, "-c", f"from parallax.hardware.devices import simulate_devices; {program}"]
+        subprocess.run(run, env=environment, check=True)
+        sizes.append(sum(file.stat().st_size for file in folder.glob("*lambda*.o")))
+    rolled, as_is = sizes
+    assert 0 < rolled < as_is
 
 
 # ---- devices that are not here
