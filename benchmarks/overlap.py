@@ -139,6 +139,7 @@ ROWS = {
         Row(INTERLEAVED | {"mesh.dp": 16, "pipeline.virtual": 4, "pipeline.microbatches": 8}),
         Row(SWIGLU_SAVED),
         Row(SWIGLU_SAVED | FLOAT8),
+        Row(INTERLEAVED | {"mesh.dp": 16, "pipeline.virtual": 8, "pipeline.microbatches": 8}),
     ],
     "llama_1b_128k": [
         Row({}),
