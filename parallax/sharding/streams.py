@@ -2,15 +2,16 @@
 
 Between a gather of tokens over tp and the reduce-scatter of their sums, all but attention works on each token for
 itself. So the pieces need not be one array. A rank multiplies its own tokens while it sends them to both neighbours,
-then those that have arrived, which it passes on; partial sums go back the same way, and each rank adds its own. Of n
-ranks half send over the links of one direction, and half over those of the other. Compilers for TPU overlap these
-permutes with the products, but not a gather or a reduce-scatter in a loop.
+then those that have arrived, which it passes on; partial sums go back the same way, and each rank adds its own. Links
+of both directions send the same bytes: of the rank halfway around a ring each brings half of the tokens. Compilers for
+TPU overlap these permutes with the products, but not a gather or a reduce-scatter in a loop.
 """
 
 from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
@@ -22,18 +23,20 @@ STREAM_AXIS, SEQ_DIM = "tp", 1  # of activations [B, S, ...]
 
 
 class Streams(NamedTuple):
-    """The tokens of all tp ranks, as an array [B, S / tp, ...] of each, of the nearest ranks first: see `steps`."""
+    """The tokens of all tp ranks, as arrays [B, tokens, ...] of each, of the nearest ranks first: see `steps`."""
 
     pieces: tuple[Array, ...]
 
 
 def steps(ranks: int) -> list[int]:
-    """How many ranks before this one each piece's rank is, around the ring; negative after it.
+    """How many ranks before this one each piece's rank is, around the ring; negative after it. The rank halfway around
+    has two pieces, one from either side, unless it is the neighbour on both.
 
-    >>> steps(2), steps(5)
-    ([0, 1], [0, 1, -1, 2, -2])
+    >>> steps(2), steps(3), steps(4)
+    ([0, 1], [0, 1, -1], [0, 1, -1, 2, -2])
     """
-    return sorted(range(-((ranks - 1) // 2), ranks // 2 + 1), key=lambda step: (abs(step), -step))
+    after = ranks // 2 if ranks > 2 else 0
+    return sorted(range(-after, ranks // 2 + 1), key=lambda step: (abs(step), -step))
 
 
 def gather_as_streams(pattern: str, x: Array) -> Streams:
@@ -53,7 +56,8 @@ def gather_as_streams(pattern: str, x: Array) -> Streams:
     pieces = {0: x}
     for step in steps(_ranks())[1:]:
         direction = int(np.sign(step))
-        pieces[step] = to_next_rank(pieces[step - direction], STREAM_AXIS, by=direction, apart=permutes_wait())
+        sent = lax.slice_in_dim(pieces[step - direction], *_part(step, x.shape[SEQ_DIM]), axis=SEQ_DIM)
+        pieces[step] = to_next_rank(sent, STREAM_AXIS, by=direction, apart=permutes_wait())
     return Streams((*pieces.values(),))
 
 
@@ -70,10 +74,11 @@ def reshard_streams(pattern: str, x: Array | Streams) -> Array | Streams:
     if before == after:
         return x
     _check_is_of_tokens(pattern, after, before.without(STREAM_AXIS))
-    sums = dict(zip(steps(len(x.pieces)), x.pieces))
+    sums = dict(zip(steps(_ranks()), x.pieces, strict=True))
     for step in reversed([*sums][1:]):
         direction = int(np.sign(step))
-        sums[step - direction] += to_next_rank(sums[step], STREAM_AXIS, by=-direction, apart=permutes_wait())
+        arrived = to_next_rank(sums[step], STREAM_AXIS, by=-direction, apart=permutes_wait())
+        sums[step - direction] += _among_zeros(step, arrived, sums[step - direction].shape[SEQ_DIM])
     return sums[0]
 
 
@@ -105,10 +110,10 @@ def as_streams(x: Array) -> Streams:
 def _in_order(pieces: tuple[Array, ...]) -> Array:
     """Each piece at the place of its rank. Compilers let a product write its piece there."""
     rows, tokens, *dims = pieces[0].shape
-    whole = lax.empty((rows, len(pieces), tokens, *dims), pieces[0].dtype)
+    whole = lax.empty((rows, _ranks(), tokens, *dims), pieces[0].dtype)
     whole, *_ = vary_alike((whole, *pieces))
-    for place, piece in zip(_places(), pieces, strict=True):
-        whole = lax.dynamic_update_index_in_dim(whole, piece, place, SEQ_DIM)
+    for step, piece in zip(steps(_ranks()), pieces, strict=True):
+        whole = lax.dynamic_update_slice(whole, piece[:, None], _place(step, whole))
     return whole.reshape(rows, -1, *dims)
 
 
@@ -116,7 +121,13 @@ def _in_order(pieces: tuple[Array, ...]) -> Array:
 def _apart(x: Array) -> tuple[Array, ...]:
     """The transpose, which is the inverse."""
     by_rank = x.reshape(x.shape[0], _ranks(), -1, *x.shape[2:])
-    return tuple(lax.dynamic_index_in_dim(by_rank, place, SEQ_DIM, keepdims=False) for place in _places())
+    rows, _, tokens, *dims = by_rank.shape
+
+    def piece(step: int) -> Array:
+        first, last = _part(step, tokens)
+        return lax.dynamic_slice(by_rank, _place(step, by_rank), (rows, 1, last - first, *dims))[:, 0]
+
+    return tuple(map(piece, steps(_ranks())))
 
 
 # Of JAX's own derivatives each would write zeros over a copy of all tokens for every piece.
@@ -124,9 +135,25 @@ _in_order.defvjp(lambda pieces: (_in_order(pieces), None), lambda _, dy: (_apart
 _apart.defvjp(lambda x: (_apart(x), None), lambda _, dy: (_in_order(dy),))
 
 
-def _places() -> list[Array]:
-    """The ranks of which pieces are."""
-    return [(lax.axis_index(STREAM_AXIS) - step) % _ranks() for step in steps(_ranks())]
+def _place(step: int, by_rank: Array) -> tuple[Array | int, ...]:
+    """Where a piece begins in an array [B, rank, tokens, ...]."""
+    first, _ = _part(step, by_rank.shape[2])
+    return (0, (lax.axis_index(STREAM_AXIS) - step) % _ranks(), first) + (0,) * (by_rank.ndim - 3)
+
+
+def _part(step: int, tokens: int) -> tuple[int, int]:
+    """Which of a rank's tokens a piece has: the first, and the one after the last."""
+    if 2 * abs(step) < _ranks() or _ranks() == 2:
+        return 0, tokens
+    return (0, tokens // 2) if step > 0 else (tokens // 2, tokens)
+
+
+def _among_zeros(step: int, x: Array, tokens: int) -> Array:
+    """A piece among zeros for the tokens that it lacks."""
+    first, last = _part(step, tokens)
+    around = [(0, 0, 0)] * x.ndim
+    around[SEQ_DIM] = first, tokens - last, 0
+    return lax.pad(x, jnp.zeros((), x.dtype), around) if x.shape[SEQ_DIM] < tokens else x
 
 
 def _ranks() -> int:

@@ -446,9 +446,9 @@ def share_of_one_direction(ranks: int, links: Route) -> float:
     around the ranks, over links of both directions where these close to a ring.
 
     >>> share_of_one_direction(4, Route(200e9, 1.0, 100e9)), share_of_one_direction(4, Route(100e9, 1.0, 100e9))
-    (0.6666666666666666, 1.0)
+    (0.5, 1.0)
     """
-    return max(ranks // 2 / (ranks - 1), links.to_one / links.bandwidth)
+    return max(0.5 if ranks > 2 else 1.0, links.to_one / links.bandwidth)
 
 
 def is_over(axes: Collection[str], hidden: Collection[str]) -> bool:
