@@ -73,8 +73,8 @@ def mean(layout: Layout, sizes: Mapping[str, int], x: Array) -> Array:
 
 
 def named_means(means: Array) -> Array:
-    """Means of a norm, with their activation name if there is one for each token. Those of each head are not saved: the
-    pass that reads the heads sums them, and they take 1/64 of what 16-bit heads of 128 take."""
+    """Means of a norm, with their activation name if there is one for each token. Those of each head have none: they
+    are 1/64 of the bytes of 16-bit heads of 128, and what saving them gains was not compiled."""
     return checkpoint_name(means, NORM_MEANS) if means.ndim == 2 else means
 
 
