@@ -59,7 +59,7 @@ OPTIONS = {
 # In addition, of models with experts. On v5e compute waits for the rows sent to them, too, without the option for that.
 # A gather goes on there beside what XLA fuses it with, products by default. The products of experts are kernels, which
 # it cannot fuse, and their gathers waited; with the other option it fuses passes over memory, too. In llama_1b_16,
-# which is dense, fewer gathers wait with it, too, but one product takes half as long again.
+# which is dense, fewer gathers wait with it, too, but they leave products for passes that need the same bandwidth.
 OF_MIXTURES = {"TPU v5e": ASYNC_RAGGED | {"xla_tpu_enable_async_collective_fusion_fuse_kloop_fusions": True}}
 
 # For GPUs that are not present: a custom call whose target this process lacks is compiled as a call that does nothing.
