@@ -199,12 +199,17 @@ class TrainStep:
         return state
 
     @in_32_bits()
-    def lower(self, global_batch: int, seq: int) -> jax.stages.Lowered:
-        """The lowered step for batches of this shape."""
+    def trace(self, global_batch: int, seq: int) -> jax.stages.Traced:
+        """The traced step for batches of this shape; a first step of this shape is not traced again."""
         self.model.check_batch(global_batch, seq)
         array = jax.ShapeDtypeStruct((global_batch, seq), jnp.int32, sharding=self.model.batch_sharding)
         names = (*BATCH_ARRAYS, GROUPS) if self.groups else BATCH_ARRAYS
-        return self._jitted.lower(abstract_state(self.model, self.tx), dict.fromkeys(names, array))
+        return self._jitted.trace(abstract_state(self.model, self.tx), dict.fromkeys(names, array))
+
+    @in_32_bits()
+    def lower(self, global_batch: int, seq: int) -> jax.stages.Lowered:
+        """The lowered step for batches of this shape."""
+        return self.trace(global_batch, seq).lower()
 
     def train_step(self, state: TrainState, batch: dict[str, Array]) -> tuple[TrainState, dict[str, Array]]:
         """The function that is jitted."""

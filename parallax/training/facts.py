@@ -16,7 +16,7 @@ from parallax.analysis.traced.flops import (
     flops_per_token,
     parameters_by_component,
 )
-from parallax.analysis.traced.memory import Memory, memory
+from parallax.analysis.traced.memory import Memory, memory_of_run
 from parallax.config.sections import ALL_BATCHES, AUTO, ModelConfig
 from parallax.config.settings import (
     FINGERPRINT_DIGITS,
@@ -36,8 +36,8 @@ from parallax.display.units import in_bytes
 from parallax.errors import ConfigError
 from parallax.hardware.chips import chip
 from parallax.hardware.devices import device_memory, unused_accelerators
-from parallax.step.step import abstract_state
-from parallax.training.build import RunComponents, eval_count, model_of_shape
+from parallax.step.step import TrainStep
+from parallax.training.build import RunComponents, eval_count
 
 
 class StepCosts(NamedTuple):
@@ -52,12 +52,11 @@ class StepCosts(NamedTuple):
     light_secs_per_token: float | None = None
 
 
-def step_costs(components: RunComponents, shape: tuple[int, int]) -> StepCosts:
+def step_costs(step: TrainStep, shape: tuple[int, int]) -> StepCosts:
     """The costs of a run's step with batches of this shape; the speed of CPUs is measured."""
-    settings, (batch, seq) = components.settings, shape
-    model = model_of_shape(components.model, shape)
+    model, settings, (batch, seq) = step.model, step.model.settings, shape
     with waiting("predicting the memory"):
-        needs = memory(model, abstract_state(model, components.tx).opt_state, global_batch=batch, seq=seq)
+        needs = memory_of_run(step, global_batch=batch, seq=seq)
     flops = flops_per_token(settings.model, model.plan.declared, seq=seq)
     light = None
     with contextlib.suppress(ConfigError):  # an unknown chip, as a CPU

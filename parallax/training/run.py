@@ -196,7 +196,8 @@ def run_to_end(
             folder.write_metadata(mesh=model.axis_sizes, start=start, began=began, **about)
             if job.is_first():
                 components.train_data.tokenizer.save(folder.path)
-        costs = {shape: step_costs(components, shape) for shape in shapes_after(components, start)}
+        steps = steps_by_shape(components)
+        costs = {shape: step_costs(steps[shape], shape) for shape in shapes_after(components, start)}
         logger.say("\n".join(run_facts(components, costs, folder.path, start, source)))
         start_secs = time.time() - began - restore_secs
         meter = meter_of(components, *next(iter(costs.items())))
@@ -204,7 +205,6 @@ def run_to_end(
         dropped = logger.begin(start, metrics, since=earlier[0].step if earlier else start)
         with writing(folder.path):
             folder.write_goodput(before_first_step(earlier, began, start_secs, restore_secs, logger.spent, dropped))
-        steps = steps_by_shape(components)
         put = put_batches(components)
         # Enough batches are prefetched to save the step before an unreadable one, and to inform other processes.
         reserve = STEPS_TO_STOP if job.several() else 1

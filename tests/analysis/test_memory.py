@@ -11,15 +11,15 @@ from support.run_examples import tiny_config
 from support.traced_equations import equations
 
 from parallax.analysis.traced.flops import flops_per_token, parameters_by_component
-from parallax.analysis.traced.memory import memory
+from parallax.analysis.traced.memory import memory, memory_of_run
 from parallax.analysis.traced.trace import abstract_mesh
 from parallax.config.sections import MeshConfig
 from parallax.config.settings import read_settings
 from parallax.jaxprs import called, loop
-from parallax.pipeline import model_on_mesh
+from parallax.pipeline import model_on_mesh, sharded_model
 from parallax.sharding.mesh import make_mesh
 from parallax.step.optimizer import make_optimizer
-from parallax.step.step import abstract_state, init_state, model_of
+from parallax.step.step import TrainStep, abstract_state, init_state, model_of
 
 
 def build(pp=2, dp=2, tp=2, **changes):
@@ -51,6 +51,28 @@ def test_planned_bytes_are_those_that_a_device_holds(attention, optimizer, dtype
     plan = memory(model, abstract_state(model, tx).opt_state, global_batch=8, seq=32)
     state = init_state(model, tx, 0)
     assert plan.parameters == held(state.params) and plan.optimizer == held(state.opt_state)
+
+
+@pytest.mark.fast(1)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"optimizer.name": "muon"},
+        {"model.matmul": "int8"},
+        {"optimizer.masters_on": "host", "model.dtype": "bfloat16"},
+    ],
+    ids=str,
+)
+def test_a_run_predicts_the_memory_of_its_model_from_the_step_that_it_runs(changes, monkeypatch):
+    """Without dropout, which only the step has."""
+    _, model, tx = build(**changes, **{"model.dropout": 0.0})
+    step, batches = TrainStep(model, tx, 0), dict(global_batch=8, seq=32)
+    predicted = memory_of_run(step, **batches)
+    assert predicted == memory(model, abstract_state(model, tx).opt_state, **batches)
+    if not model.plan.uses_host:
+        monkeypatch.setattr(sharded_model, "loss_and_grads", lambda *args, **named: pytest.fail("traced again"))
+        step.lower(**batches)
 
 
 @pytest.mark.slow

@@ -98,8 +98,7 @@ POSITION_STEP = functools.cache(step.make_position_step)
 SHARED = {
     (build, "ShardedModel"): cached(build.ShardedModel, settings_of_model),
     (build, "optimizer_of"): functools.cache(build.optimizer_of),
-    # The optimizer's state follows from the model, which no other optimizer has.
-    (facts, "memory"): cached(facts.memory, lambda model, opt_state, **batch: (model, *batch.items())),
+    (facts, "memory_of_run"): cached(facts.memory_of_run, lambda step, **batch: (step, *batch.items())),
     (run, "TrainStep"): functools.cache(run.TrainStep),
     (run, "make_position_step"): POSITION_STEP,
     (step, "make_position_step"): POSITION_STEP,  # which evaluations of a finished run import

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 from jax.sharding import PartitionSpec as P
 
 from parallax.analysis.traced.trace import as_traced, step_program
@@ -25,7 +25,7 @@ from parallax.jaxprs import Loop, called, closed, loop, needed
 from parallax.model.batch import BATCH_ARRAYS
 from parallax.pipeline import ShardedModel, first_state, pipeline_of
 from parallax.sharding.host import DEVICE, HOST, is_on_host, is_type_on_host, rests_on_host
-from parallax.step.step import TrainState, abstract_state, optimizer_of
+from parallax.step.step import TrainState, TrainStep, abstract_state, optimizer_of
 
 # fmt: off
 SAME_BYTES = {
@@ -131,13 +131,32 @@ def memory(model: ShardedModel, opt_state: Any, *, global_batch: int, seq: int) 
     """
     model = as_traced(model)  # the ticks' state must be that of the program
     traced = step_program(model, global_batch, seq).jaxpr
-    (mapped,) = (equation for equation in traced.eqns if equation.primitive.name == "shard_map")
-    program, params = flat(called(mapped)), len(jax.tree.leaves(model.shapes))
-    kinds = dict.fromkeys(traced.invars[:params], PARAMETERS) | dict.fromkeys(traced.invars[params:], DATA)
+    params = len(jax.tree.leaves(model.shapes))
+    return _memory(model, opt_state, (global_batch, seq), traced, traced.invars[:params], traced.invars[params:])
+
+
+def memory_of_run(step: TrainStep, *, global_batch: int, seq: int) -> Memory:
+    """The same of a step that is to run here, dropout included. It is traced for that, and not again when it runs."""
+    model, kept = step.model, abstract_state(step.model, step.tx)
+    if as_traced(model) is not model or model.plan.uses_host:
+        return memory(model, kept.opt_state, global_batch=global_batch, seq=seq)
+    traced = step.trace(global_batch, seq)
+    (state, batch), _ = jax.tree.unflatten(traced.in_tree, traced.jaxpr.jaxpr.invars)
+    given = jax.tree.leaves(state.params), jax.tree.leaves(batch)
+    return _memory(model, kept.opt_state, (global_batch, seq), traced.jaxpr.jaxpr, *given)
+
+
+def _memory(
+    model: ShardedModel, opt_state: Any, shape: tuple[int, int], traced: Jaxpr, params: Sequence, batch: Sequence
+) -> Memory:
+    """The memory of a traced program that begins with the passes, from its inputs `params` and `batch`."""
+    mapped = next(equation for equation in traced.eqns if equation.primitive.name == "shard_map")
+    program = flat(called(mapped))
+    kinds = dict.fromkeys(params, PARAMETERS) | dict.fromkeys(batch, DATA)
     made_of = {value: kinds.get(var, NOTHING) for var, value in zip(mapped.invars, program.inputs)}
-    held = Liveness(model, tick_state(model, global_batch, seq), made_of).peak(program)
+    held = Liveness(model, tick_state(model, *shape), made_of).peak(program)
     on_host = (row.memory == HOST for row in jax.tree.leaves(model.plan.rows))
-    waiting = {var for var, waits in zip(traced.invars, on_host) if waits}
+    waiting = {var for var, waits in zip(params, on_host) if waits}
     inputs = zip(mapped.invars, program.inputs)
     held["parameters"] = sum(x.bytes for var, x in inputs if made_of[x] == PARAMETERS and var not in waiting)
     held["batch"] = sum(value.bytes for value, kind in made_of.items() if kind == DATA)
