@@ -140,6 +140,7 @@ ROWS = {
         Row(INTERLEAVED | {"mesh.dp": 16, "pipeline.virtual": 4, "pipeline.microbatches": 8}),
         Row(SWIGLU_SAVED),
         Row(SWIGLU_SAVED | FLOAT8),
+        Row({"pipeline.microbatches": 2}),
     ],
     "llama_1b_128k": [
         Row({}),
