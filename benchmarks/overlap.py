@@ -142,6 +142,7 @@ ROWS = {
         Row(SWIGLU_SAVED | FLOAT8),
         Row(LAYER),
         Row(INTERLEAVED | {"mesh.dp": 16, "pipeline.virtual": 8, "pipeline.microbatches": 8}),
+        Row({"pipeline.microbatches": 2}),
     ],
     "llama_1b_128k": [
         Row({}),
