@@ -25,6 +25,8 @@ def main() -> None:
             assert compiler.compiler_options(mesh) == said and not heard.getvalue(), heard.getvalue()
             of_mixtures = said | compiler.OF_MIXTURES.get(name, {})
             assert compiler.compiler_options(mesh, has_mixtures=True) == of_mixtures and not heard.getvalue()
+            of_streams = said | compiler.OF_STREAMS.get(name, {})
+            assert compiler.compiler_options(mesh, has_streams=True) == of_streams and not heard.getvalue()
             compiler.OPTIONS[name] = {"xla_tpu_no_such_option": True} | said
             assert compiler.compiler_options(mesh) == said
         (line,) = heard.getvalue().splitlines()

@@ -61,6 +61,10 @@ OPTIONS = {
 # it cannot fuse, and their gathers waited; with the other option it fuses passes over memory, too. In llama_1b_16,
 # which is dense, fewer gathers wait with it, too, but they leave products for passes that need the same bandwidth.
 OF_MIXTURES = {"TPU v5e": ASYNC_RAGGED | {"xla_tpu_enable_async_collective_fusion_fuse_kloop_fusions": True}}
+# In addition, of token streams. XLA counts products at this part of their time, and begins permutes several of them
+# before their tokens are used. On v5p it takes a message for half as long as its bytes need over a link, and began one
+# a single product before. On v5e, with two ranks, waits were longer.
+OF_STREAMS = {"TPU v5p": {"xla_lhs_output_fusion_latency_multiplier": 0.4}}
 
 # For GPUs that are not present: a custom call whose target this process lacks is compiled as a call that does nothing.
 ABSENT = {"xla_gpu_mock_custom_calls": True}
@@ -85,12 +89,15 @@ STREAM_IN_ROWS = ("TPU v5e", "TPU v5p", "TPU v6e", "TPU v7x")
 # Chips on which steps were compiled both with and without two passes over memory.
 FEWER_PASSES = ("TPU v5e", "TPU v5p", "TPU v7x")
 
-Said = tuple[tuple[str, bool | int], ...]
+Options = dict[str, bool | int | float]
+Said = tuple[tuple[str, bool | int | float], ...]
 
 
-def compiler_options(mesh: Mesh, matmul: str = "compute", *, has_mixtures: bool = False) -> dict[str, bool | int]:
-    """Compiler options for this mesh, for products in this form and for layers with experts, as ModelConfig has both;
-    empty for chips that were not measured.
+def compiler_options(
+    mesh: Mesh, matmul: str = "compute", *, has_mixtures: bool = False, has_streams: bool = False
+) -> Options:
+    """Compiler options for this mesh, for products in this form and for layers with experts, as ModelConfig has both,
+    and for token streams; empty for chips that were not measured.
 
     TPU options that the installed compiler does not accept are left out; a line on stderr says so once.
     """
@@ -101,6 +108,7 @@ def compiler_options(mesh: Mesh, matmul: str = "compute", *, has_mixtures: bool 
     name = name_of_kind(mesh.devices.flat[0].device_kind)
     options = OPTIONS.get(name, {})
     more = OF_MIXTURES.get(name, {}) if options and has_mixtures else {}
+    more = more | OF_STREAMS.get(name, {}) if options and has_streams else more
     return dict(_taken(name, mesh, tuple((options | more).items())))
 
 
@@ -109,7 +117,7 @@ def _taken(chip_name: str, mesh: Mesh, options: Said) -> Said:
     """The options that the installed compiler accepts: all are tried together and, if it refuses, one by one."""
     if not options or not refusal(mesh, dict(options)) or refusal(mesh, {}):
         return options  # refused even without options: compiling the step will report the error
-    taken: dict[str, bool | int] = {}
+    taken: Options = {}
     for name, value in options:
         if why := refusal(mesh, taken | {name: value}):
             what = f"does not take {name}={value} for {chip_name}, left out: {why}"
@@ -119,7 +127,7 @@ def _taken(chip_name: str, mesh: Mesh, options: Said) -> Said:
     return tuple(taken.items())
 
 
-def refusal(mesh: Mesh, options: dict[str, bool | int]) -> str:
+def refusal(mesh: Mesh, options: Options) -> str:
     """Why the compiler refuses a program with these options, in one line; "" if it accepts them.
 
     The program gathers and exchanges along each axis, since a refusal may depend on the slice: asynchronous

@@ -11,13 +11,13 @@ from jax import Array
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from parallax.config.sections import GuardConfig
+from parallax.config.sections import STREAMS, GuardConfig
 from parallax.config.settings import NO_CODE, Settings, check_settings, with_code
 from parallax.errors import ConfigError
 from parallax.model.batch import BATCH_ARRAYS, GROUPS
 from parallax.model.products import latest_amax
 from parallax.pipeline import ShardedModel
-from parallax.sharding.compiler import RUN_ONCE, compiler_options, copies_what_branches_return
+from parallax.sharding.compiler import RUN_ONCE, Options, compiler_options, copies_what_branches_return
 from parallax.sharding.host import is_on_host, rests_on_host, to_device, to_host
 from parallax.sharding.layout import named_leaves
 from parallax.sharding.mesh import make_mesh
@@ -322,9 +322,10 @@ def first_positions(seq: int) -> list[int]:
     return [0, *(1 << power for power in range((seq - 1).bit_length()))]
 
 
-def options_of(model: ShardedModel) -> dict[str, bool | int]:
+def options_of(model: ShardedModel) -> Options:
     """Compiler options for programs of this model on its mesh."""
-    return compiler_options(model.mesh, model.config.matmul, has_mixtures=model.config.has_mixtures)
+    config, has_streams = model.config, model.layout.tensor_parallel == STREAMS
+    return compiler_options(model.mesh, config.matmul, has_mixtures=config.has_mixtures, has_streams=has_streams)
 
 
 def _jitted_on(model: ShardedModel, function: Callable) -> Callable:

@@ -71,6 +71,14 @@ def test_models_with_experts_are_told_more_where_other_options_are(refusing, mon
     assert not compiler_options(meshes["TPU v5 lite"], has_mixtures=True)
 
 
+def test_permutes_of_token_streams_begin_several_products_ahead_on_v5p(refusing):
+    refusing(lambda options: "")
+    meshes = {kind: mesh_on((1, 16, 1), (4, 4, 1), kind) for kind in ("TPU v5 lite", "TPU v5p")}
+    more = {kind: compiler_options(mesh, has_streams=True).items() for kind, mesh in meshes.items()}
+    added = {kind: dict(more[kind] - compiler_options(mesh).items()) for kind, mesh in meshes.items()}
+    assert added == {"TPU v5 lite": {}, "TPU v5p": {"xla_lhs_output_fusion_latency_multiplier": 0.4}}
+
+
 def test_slots_are_carried_from_tick_to_tick_where_each_tick_would_clear_them():
     assert clears_what_is_overwritten(ChipMesh(np.array([Chip("gpu", "NVIDIA H100")], object)))
     assert not clears_what_is_overwritten(mesh_on((1, 1, 1), (1,)))
