@@ -83,11 +83,8 @@ if version_of("jaxlib").startswith("0.10."):
 # Chips on which the gradient of attention's output, a product with a kernel of heads, takes twice as long if the dim
 # that it sums over is the last in memory.
 HEADS_LAST = ("TPU v6e", "TPU v7x")
-# Chips on which XLA lays out the residual stream with tokens last in the forward pass, and with the width last in the
-# backward pass.
-STREAM_IN_ROWS = ("TPU v5e", "TPU v5p", "TPU v6e", "TPU v7x")
-# Chips on which steps were compiled both with and without two passes over memory.
-FEWER_PASSES = ("TPU v5e", "TPU v5p", "TPU v7x")
+# Chips on which steps were compiled with and without the passes over memory that XLA is spared below.
+FEWER_PASSES = ("TPU v5e", "TPU v5p", "TPU v6e", "TPU v7x")
 
 Options = dict[str, bool | int | float]
 Said = tuple[tuple[str, bool | int | float], ...]
@@ -177,10 +174,10 @@ def fuses_norms_into_products(mesh: Mesh) -> bool:
 def keeps_stream_in_rows(mesh: Mesh) -> bool:
     """Whether the forward pass should have the residual stream in row-major memory layout.
 
-    On these chips XLA lays it out with tokens last, and the backward pass with the width last: it copied and
+    On TPU XLA lays it out with tokens last, and the backward pass with the width last: it copied and
     transposed what it read of it in each layer.
     """
-    return _is_on(mesh, "tpu") and name_of_kind(mesh.devices.flat[0].device_kind) in STREAM_IN_ROWS
+    return _is_on(mesh, "tpu") and name_of_kind(mesh.devices.flat[0].device_kind) in FEWER_PASSES
 
 
 def saves_means_of_norms(mesh: Mesh) -> bool:
