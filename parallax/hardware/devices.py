@@ -78,7 +78,8 @@ def simulate_devices(count: int, processes: int = 1) -> None:
     """Simulate `count` devices on the CPU; call it before anything else asks JAX for its devices.
 
     `import jax` may come before it, but not the first array. If JAX already runs with this many CPU devices, nothing
-    happens. Each of several processes simulates an equal share. Raises ConfigError with both numbers if it is too late.
+    happens. Each of several processes simulates an equal share. It sets PJRT_NPROC and XLA_FLAGS for XLA, and so for
+    the programs that this one starts later. Raises ConfigError with both numbers if it is too late.
     """
     if count % processes:
         raise ConfigError(f"mesh.simulate={count} does not divide over {processes} processes; use a multiple of it")

@@ -9,6 +9,7 @@ from support.tiny_model import build, make_batch, mesh_of, params_of, settings_o
 from test_parity import GRADIENT_ERROR, LOSS_ERROR, leaf_errors
 
 from parallax.config.settings import read_settings, with_code
+from parallax.model import attention
 from parallax.step.step import model_of
 
 PARTS = {
@@ -82,6 +83,18 @@ def test_loss_and_gradients_are_those_of_one_device(key, mesh, changes, whole):
     expected, actual = whole(key), jax.device_get(jax.jit(model.loss_and_grad)(params_of(model), make_batch()))
     assert abs(actual[0]["loss"] / expected[0]["loss"] - 1) <= LOSS_ERROR
     assert max(leaf_errors(actual[1], expected[1]).values()) <= GRADIENT_ERROR
+
+
+@pytest.mark.fast(1)
+def test_attention_of_ones_own_scales_once_where_queries_are_scaled_first(whole, monkeypatch):
+    """Its scale is another, and so is the factor of its queries."""
+    key, asked = "model.attention", []
+    expected = whole(key)
+    monkeypatch.setattr(attention, "scales_queries_first", lambda: asked.append(True) or True)
+    model = model_of(settings_with(key, (2, 2, 2)), mesh_of(2, 2, 2))
+    loss, gradients = jax.device_get(jax.jit(model.loss_and_grad)(params_of(model), make_batch()))
+    assert asked and abs(loss["loss"] / expected[0]["loss"] - 1) <= LOSS_ERROR
+    assert max(leaf_errors(gradients, expected[1]).values()) <= GRADIENT_ERROR
 
 
 @pytest.mark.parametrize("key", [key for key in PARTS if key not in ("data_parallel.policy", "pipeline.schedule")])

@@ -22,7 +22,7 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize(("ranks", "tokens"), [(2, 2), (3, 2), (4, 3), (4, 1)])
+@pytest.mark.parametrize(("ranks", "tokens"), [(2, 2), (3, 2), (4, 3), (4, 1), (5, 1), (8, 3)])
 @pytest.mark.parametrize("form", FORMS)
 def test_streams_equal_the_collective_forward_and_backward(form, ranks, tokens):
     streamed, plain, is_whole = FORMS[form]
