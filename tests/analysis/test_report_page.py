@@ -40,7 +40,7 @@ MADE = [
 ]
 MEMORY = {"parameters": 30 * MIB, "saved_activations": 60 * MIB, "optimizer": 10 * MIB}
 COMPILED = Compiled(
-    MADE, 1e6, CompiledFlops(70e9, 0), [], [], None, [], {}, 40 * MIB, 80 * MIB, 40 * MIB, 40 * MIB, 120 * MIB
+    MADE, 1e6, CompiledFlops(70e9, 0), [], [], None, [], {}, 40 * MIB, 80 * MIB, 40 * MIB, 40 * MIB, 90 * MIB
 )
 REPORT = Report(
     name="a <b>name</b>",
@@ -117,13 +117,20 @@ def measured(tmp_path_factory):
     return in_browser(tmp_path_factory.mktemp("browser"), REPORT.to_html())
 
 
+def test_the_peak_of_a_compiler_for_tpus_stands_beside_what_it_reserves():
+    rows = [("arguments", 40 * MIB, 40 * MIB), ("at the peak", 100 * MIB, 90 * MIB), ("together", 100 * MIB, 120 * MIB)]
+    assert REPORT.beside_compiler() == rows
+    untimed = dataclasses.replace(REPORT, compiled=COMPILED._replace(cycles=None))  # as for a CPU
+    assert untimed.beside_compiler() == [rows[0], rows[2]]
+
+
 @needs_browser
 @pytest.mark.parametrize("which", range(len(WIDTHS)), ids=lambda which: f"{WIDTHS[which]} px")
 def test_bars_are_as_wide_as_their_numbers(measured, which):
     found = measured[which]
     near = lambda rows: [pytest.approx(row, abs=0.005) for row in rows]  # noqa: E731
     assert found["sent"] == near([[0.25, 0.25], [0.25, 0.25], [0.5], [1.0]])  # of 64 MiB over tp
-    assert found["memory"] == near([[0.25], [0.5], [1 / 12], [40 / 120], [1.0]])
+    assert found["memory"] == near([[0.25], [0.5], [1 / 12], [40 / 120], [90 / 120], [1.0]])
     assert found["time"] == near([[0.6], [0.1], [0.3]])
     assert found["flops"] == near([[0.5], [0.1], [0.2], [0.2]])
 
@@ -138,7 +145,7 @@ def test_numbers_are_seen_and_nothing_overflows(measured, which):
     totals = [row[head.index("total")] for row in rows if len(row) > 1]
     assert totals == ["32.0 MiB", "32.0 MiB", "32.0 MiB", "64.0 MiB", "160.0 MiB"]
     head, *rows = found["rows"]["memory"]
-    assert len(rows) == len(MEMORY) + 2 and rows[-1][:4] == ["together", "100.0 MiB", "120.0 MiB", "-16.7 %"]
+    assert len(rows) == len(MEMORY) + 3 and rows[-1][:4] == ["together", "100.0 MiB", "120.0 MiB", "-16.7 %"]
 
 
 @needs_browser

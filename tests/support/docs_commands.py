@@ -220,6 +220,16 @@ PARSED = {
     "--config.data.path=FILES --config.data.tokenizer=FILE.json": POD,
     "python -m parallax.report --config=configs/llama_1b_16.py --topology=v5e:4x4": LONG,
     "python -m parallax.report --config=configs/llama3_70b.py --topology=v5p:4x8x8": LONG,
+    "python -m parallax.report --config=configs/qwen3_235b.py --topology=v5p:4x8x8": LONG,
+    **{
+        f"python -m parallax.report --config=configs/llama3_405b.py --topology=v5p:8x8x8 {smaller}"
+        "--config.model.vocab_multiple=1": LONG
+        for smaller in (
+            "",
+            "--config.model.d_model=512 --config.model.d_ff=1664 --config.model.heads=4 --config.model.kv_heads=1 "
+            "--config.model.vocab=4008 ",
+        )
+    },
     "python -m parallax.plan --config=configs/llama_1b_16.py --topology=v5e:4x4 --sweep --keep=5 --most=0 "
     "--svg=docs/plan.svg": LONG,
     "python -m parallax.plan --config=configs/llama2_7b_64.py --topology=v5p:4x4x4 --sweep --svg=layouts.svg": LONG,
