@@ -59,6 +59,7 @@ RECIPE = "python train.py --config=configs/text_to_chat.py --workdir=runs"
 RECIPE_CHATS = "--config.data.source=jsonl --config.data.path=conversations.jsonl --config.data.format=chat"
 TUNED = f"--config.train.init_from=runs/text {RECIPE_CHATS} --config.data.chat_template=chatml"
 RATE = "--config.optimizer.learning_rate=2e-3"
+DP_512 = " --config.mesh.dp=512 --config.mesh.cp=1 --config.pipeline.microbatches=2"
 RECIPE_X8 = "python train.py --config=configs/text_to_chat_x8.py --workdir=runs"
 MEANWHILE = "python -m parallax.launch --processes 3 --devices-per-process 1 -- benchmarks/checkpoints.py --meanwhile"
 
@@ -222,12 +223,13 @@ PARSED = {
     "python -m parallax.report --config=configs/llama3_70b.py --topology=v5p:4x8x8": LONG,
     "python -m parallax.report --config=configs/qwen3_235b.py --topology=v5p:4x8x8": LONG,
     **{
-        f"python -m parallax.report --config=configs/llama3_405b.py --topology=v5p:8x8x8 {smaller}"
-        "--config.model.vocab_multiple=1": LONG
-        for smaller in (
-            "",
-            "--config.model.d_model=512 --config.model.d_ff=1664 --config.model.heads=4 --config.model.kv_heads=1 "
-            "--config.model.vocab=4008 ",
+        f"python -m parallax.report --config=configs/llama3_405b.py --topology=v5p:8x8x8{layout}{key}": LONG
+        for layout, key in (
+            ("", ""),
+            ("", " --config.loss.chunk_tokens=2048"),
+            (DP_512, ""),
+            (DP_512, " --config.loss.chunk_tokens=8192"),
+            (DP_512, " --config.model.vocab_multiple=1"),
         )
     },
     "python -m parallax.plan --config=configs/llama_1b_16.py --topology=v5e:4x4 --sweep --keep=5 --most=0 "
