@@ -39,7 +39,8 @@ from arguments import Arguments, run_benchmark
 ROOT = Path(__file__).resolve().parents[1]
 # JAX otherwise reserves three quarters of the memory, and two states lie beside each other in plain_jit.
 ENVIRONMENT = {"XLA_CLIENT_MEM_FRACTION": "0.92", "PYTHONUNBUFFERED": "1"}
-NO_GRAPHS = {"XLA_FLAGS": "--xla_gpu_enable_command_buffer="}  # which have no names of kernels
+# Graphs have no names of kernels. Other flags stay.
+NO_GRAPHS = {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_enable_command_buffer=".strip()}
 QUARTER = {"data.global_batch": 32, "pipeline.microbatches": 4}  # of the config's batch, in as large microbatches of 8
 SMALL = {"mesh.simulate": 1, "data.global_batch": 4, "pipeline.microbatches": 2}  # with --smoke
 FLOAT8 = ["products float8 delayed", "products float8 delayed, weight gradients too"]

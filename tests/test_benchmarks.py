@@ -274,6 +274,14 @@ def test_benchmarks_know_what_the_parts_for_one_gpu_ask_of_them(one_gpu, tmp_pat
         assert run_here([name, *rest, "--help"], monkeypatch) == 0, (name, rest)
 
 
+def test_traces_of_one_gpu_are_with_the_users_flags_for_xla(monkeypatch, request, tmp_path):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_mine=1")
+    one_gpu = request.getfixturevalue("one_gpu")
+    asked = SimpleNamespace(smoke=False, out=tmp_path)
+    training = one_gpu.commands_of("kernels", tmp_path, asked)[0]
+    assert training.environment["XLA_FLAGS"] == "--xla_mine=1 --xla_gpu_enable_command_buffer="
+
+
 def test_a_part_ends_at_its_limit_with_all_its_processes(one_gpu, tmp_path):
     sleeping = "import os, time; os.fork(); print('started', flush=True); time.sleep(600)"
     ends = os.pipe()

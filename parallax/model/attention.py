@@ -304,10 +304,7 @@ class GQA(nn.Module):
     query heads read. With `qk_norm` each query and key head has an RMSNorm before it is rotated, or after, with one
     scale for all heads (Henry et al. 2020, as in Qwen3). Heads are whole, so the norm sends nothing; a norm over all
     heads of a projection (as in OLMo 2) sums squares. Over `cp` it sends what `attend_over_context` sends. In the
-    family streams a permute is sent for each other rank, and two of half the tokens for one halfway around.
-
-    A subclass that computes queries and keys in another way gives them to `_rotated`: on some chips that scales
-    queries, and scores are not scaled.
+    family streams permutes are sent for each other rank.
 
     Communication, column_row:
         forward   all_gather of x over tp; reduce_scatter of the result over tp;
@@ -400,6 +397,8 @@ class GQA(nn.Module):
         return dict.fromkeys(("k", "v"), f"{ROWS} {self.kv} kv_seq d_head")
 
     def _project(self, x: Array, context: Context) -> tuple[Array, Array, Array]:
+        """Queries, keys and values. A subclass that computes them in another way gives queries and keys to `_rotated`:
+        on some chips that scales queries, and scores are not scaled."""
         x = self.family.read(self.residual, x)
         x = self.q.input(x, part="norm", before=self.residual)
         q, k = self._rotated(tokens_in_order(self.q(x)), tokens_in_order(self.k(x)), context)

@@ -167,6 +167,11 @@ def check_exchange(layout: LayoutConfig, ranks: int, platform: str, hosts: int |
     if asked == 1 or ranks == 1:
         return
     said = f"layout.exchange_hosts={asked}"
+    if platform == "tpu":
+        raise ConfigError(
+            f"{said}: a chip of a slice sends to all others over its links, whatever their hosts; use exchange_hosts=1 "
+            "on TPUs."
+        )
     if layout.exchange != "ragged":
         raise ConfigError(
             f"{said} sends a token once to each host of its experts, and layout.exchange={layout.exchange!r} does not "
@@ -176,11 +181,6 @@ def check_exchange(layout: LayoutConfig, ranks: int, platform: str, hosts: int |
         raise ConfigError(
             f"{said} does not divide mesh.ep={ranks}; use the number of hosts on which these ranks are, one of "
             f"{listed(divisors(ranks))}."
-        )
-    if platform == "tpu":
-        raise ConfigError(
-            f"{said}: a chip of a slice sends to all others over its links, whatever their hosts; use exchange_hosts=1 "
-            "on TPUs."
         )
     if hosts not in (None, asked):
         where = f"on {hosts} host{'s' * (hosts > 1)}" if hosts else "not in equal parts on hosts, one after the other"

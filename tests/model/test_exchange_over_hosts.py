@@ -218,4 +218,5 @@ def test_hosts_on_which_the_ranks_are_not_are_refused():
     assert "ranks are not in equal parts on hosts, one after the other; use exchange_hosts=1." in refusal(
         mesh_on(turned, ep=8), 2
     )
-    assert "use exchange_hosts=1 on TPUs." in refusal(mesh_on(four_by_two, "tpu", ep=8), 2)
+    for exchange in ("ragged", "auto"):  # nor is another exchange advised, with which it would be refused again
+        assert "use exchange_hosts=1 on TPUs." in refusal(mesh_on(four_by_two, "tpu", ep=8), 2, exchange)
