@@ -143,6 +143,7 @@ ROWS = {
         Row(LAYER),
         Row(INTERLEAVED | {"mesh.dp": 16, "pipeline.virtual": 8, "pipeline.microbatches": 8}),
         Row({"pipeline.microbatches": 2}),
+        Row(FOUR | {"pipeline.remat": "elementwise", "loss.chunk_tokens": 4096}),
     ],
     "llama_1b_128k": [
         Row({}),
