@@ -6,7 +6,7 @@ Numbers:  the shape of Llama (Touvron et al. 2023) at 16 layers of d_model 2048,
 Command:  python train.py --config=configs/llama_1b_16.py --config.data.path=FILES --config.data.tokenizer=FILE
 Hardware: 16 TPU v5e chips (16 GB each).
 Memory:   10.9 GiB a chip as compiled for TPU (python -m parallax.plan), 7 of them products that are kept for the
-          backward pass; remat="layer" keeps layers' inputs instead: 6 GiB less, and an eighth more time.
+          backward pass; remat="layer" keeps layers' inputs instead: 6 GiB less, and a seventh more time.
 Time:     estimated from the compiled program with kernels at 70 % of peak, 0.83 s a step (MFU 72.2 %), 21 hours in all;
           not yet run.
 Loss:     not yet run.
