@@ -304,7 +304,7 @@ class GQA(nn.Module):
     query heads read. With `qk_norm` each query and key head has an RMSNorm before it is rotated, or after, with one
     scale for all heads (Henry et al. 2020, as in Qwen3). Heads are whole, so the norm sends nothing; a norm over all
     heads of a projection (as in OLMo 2) sums squares. Over `cp` it sends what `attend_over_context` sends. In the
-    family streams a permute is sent for each other rank.
+    family streams permutes are sent for each other rank.
 
     Communication, column_row:
         forward   all_gather of x over tp; reduce_scatter of the result over tp;

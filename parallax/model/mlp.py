@@ -71,7 +71,7 @@ SWIGLU = Activation()
 
 class GatedMLP(nn.Module):
     """`down(activation(gate(x)) * up(x))`, or as `Activation` says of "clamped", and times `weight` [B, S, 1] if it is
-    given; input and output have the residual's layout. In the family streams a permute is sent for each other rank.
+    given; input and output have the residual's layout. In the family streams permutes are sent for each other rank.
 
     Communication, column_row:
         forward   all_gather of x over tp; reduce_scatter of the result over tp
@@ -123,8 +123,8 @@ class GatedMLP(nn.Module):
 
 
 class PlainMLP(GatedMLP):
-    """`down(activation(up(x)))`; input and output have the residual's layout. In the family streams a permute is sent
-    for each other rank.
+    """`down(activation(up(x)))`; input and output have the residual's layout. In the family streams permutes are
+    sent for each other rank.
 
     Communication, column_row:
         forward   all_gather of x over tp; reduce_scatter of the result over tp
