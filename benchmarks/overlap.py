@@ -144,6 +144,7 @@ ROWS = {
         Row(INTERLEAVED | {"mesh.dp": 16, "pipeline.virtual": 8, "pipeline.microbatches": 8}),
         Row({"pipeline.microbatches": 2}),
         Row(FOUR | {"pipeline.remat": "elementwise", "loss.chunk_tokens": 4096}),
+        Row({"mesh.dp": 16, "mesh.tp": 4, "pipeline.remat": "swiglu"} | STREAMS),
     ],
     "llama_1b_128k": [
         Row({}),

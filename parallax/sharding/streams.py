@@ -3,8 +3,10 @@
 Between a gather of tokens over tp and the reduce-scatter of their sums, all but attention works on each token for
 itself. So the pieces need not be one array. A rank multiplies its own tokens while it sends them to both neighbours,
 then those that have arrived, which it passes on; partial sums go back the same way, and each rank adds its own. Links
-of both directions send the same bytes: of the rank halfway around a ring each brings half of the tokens. Compilers for
-TPU overlap these permutes with the products, but not a gather or a reduce-scatter in a loop.
+of both directions send the same bytes: of the rank halfway around a ring each brings half of the tokens. So tokens are
+sent in halves: nothing is cut to be passed on, and one half of the sums leaves while the other waits for those from
+farther away. Compilers for TPU overlap these permutes with the products, but not a gather or a reduce-scatter in a
+loop.
 """
 
 from collections.abc import Callable
@@ -22,21 +24,43 @@ from parallax.sharding.layout import Layout, check_rank, parse_move
 STREAM_AXIS, SEQ_DIM = "tp", 1  # of activations [B, S, ...]
 
 
+class TokenPiece(NamedTuple):
+    """Tokens of the rank that is so many ranks before this one around the ring, negative after it."""
+
+    step: int
+    half: int | None = None  # 0 or 1; None for all tokens of that rank
+
+    def tokens(self, of_rank: int) -> tuple[int, int]:
+        """The first of these among so many tokens of a rank, and the one after the last."""
+        if self.half is None:
+            return 0, of_rank
+        return (0, of_rank // 2) if self.half == 0 else (of_rank // 2, of_rank)
+
+
 class Streams(NamedTuple):
-    """The tokens of all tp ranks, as arrays [B, tokens, ...] of each, of the nearest ranks first: see `steps`."""
+    """The tokens of all tp ranks, as arrays [B, tokens, ...], one for each of `pieces_of`."""
 
     pieces: tuple[Array, ...]
 
 
-def steps(ranks: int) -> list[int]:
-    """How many ranks before this one each piece's rank is, around the ring; negative after it. The rank halfway around
-    has two pieces, one from either side, unless it is the neighbour on both.
+def pieces_of(ranks: int) -> list[TokenPiece]:
+    """The tokens of all ranks, of the nearest ranks first, in the order in which they are sent. If there is a rank
+    halfway around, and it is not a neighbour, one half of its tokens comes from either side, and all ranks send halves.
 
-    >>> steps(2), steps(3), steps(4)
-    ([0, 1], [0, 1, -1], [0, 1, -1, 2, -2])
+    >>> [piece.step for piece in pieces_of(3)]
+    [0, 1, -1]
+    >>> [tuple(piece) for piece in pieces_of(4)]
+    [(0, None), (1, 0), (-1, 1), (1, 1), (-1, 0), (2, 0), (-2, 1)]
     """
-    after = ranks // 2 if ranks > 2 else 0
-    return sorted(range(-after, ranks // 2 + 1), key=lambda step: (abs(step), -step))
+    mine, distances = TokenPiece(0), range(1, (ranks + 1) // 2)
+    if ranks == 2:
+        return [mine, TokenPiece(1)]
+    if ranks % 2:
+        return [mine, *(TokenPiece(step) for distance in distances for step in (distance, -distance))]
+    there = [(1, 0), (-1, 1)]  # directions, and the half that goes on to the rank halfway around
+    both = [*there, (1, 1), (-1, 0)]
+    near = [TokenPiece(sign * distance, half) for distance in distances for sign, half in both]
+    return [mine, *near, *(TokenPiece(sign * ranks // 2, half) for sign, half in there)]
 
 
 def gather_as_streams(pattern: str, x: Array) -> Streams:
@@ -53,12 +77,14 @@ def gather_as_streams(pattern: str, x: Array) -> Streams:
     before, after = parse_move(pattern)
     check_rank(pattern, before, x)
     _check_is_of_tokens(pattern, before, after)
-    pieces = {0: x}
-    for step in steps(_ranks())[1:]:
-        direction = int(np.sign(step))
-        sent = lax.slice_in_dim(pieces[step - direction], *_part(step, x.shape[SEQ_DIM]), axis=SEQ_DIM)
-        pieces[step] = to_next_rank(sent, STREAM_AXIS, by=direction, apart=permutes_wait())
-    return Streams((*pieces.values(),))
+    mine, *others = pieces_of(_ranks())
+    # In the same order in each process, which a set would not be: all must trace the same program.
+    sent = {piece: _cut(piece, x) for piece in dict.fromkeys((mine, *(piece._replace(step=0) for piece in others)))}
+    for piece in others:
+        direction = int(np.sign(piece.step))
+        arrived = sent[piece._replace(step=piece.step - direction)]
+        sent[piece] = to_next_rank(arrived, STREAM_AXIS, by=direction, apart=permutes_wait())
+    return Streams((x, *(sent[piece] for piece in others)))
 
 
 def reshard_streams(pattern: str, x: Array | Streams) -> Array | Streams:
@@ -74,12 +100,15 @@ def reshard_streams(pattern: str, x: Array | Streams) -> Array | Streams:
     if before == after:
         return x
     _check_is_of_tokens(pattern, after, before.without(STREAM_AXIS))
-    sums = dict(zip(steps(_ranks()), x.pieces, strict=True))
-    for step in reversed([*sums][1:]):
-        direction = int(np.sign(step))
-        arrived = to_next_rank(sums[step], STREAM_AXIS, by=-direction, apart=permutes_wait())
-        sums[step - direction] += _among_zeros(step, arrived, sums[step - direction].shape[SEQ_DIM])
-    return sums[0]
+    mine, *others = pieces_of(_ranks())
+    sums = dict(zip((mine, *others), x.pieces, strict=True))
+    for piece in reversed(others):
+        direction = int(np.sign(piece.step))
+        arrived = to_next_rank(sums[piece], STREAM_AXIS, by=-direction, apart=permutes_wait())
+        here = piece._replace(step=piece.step - direction)
+        sums[here] = sums[here] + arrived if here in sums else arrived
+    halves = [sums[half] for half in (TokenPiece(0, 0), TokenPiece(0, 1)) if half in sums]
+    return sums[mine] + jnp.concatenate(halves, SEQ_DIM) if halves else sums[mine]
 
 
 def per_stream(function: Callable[..., Array], *arrays: Array | Streams) -> Array | Streams:
@@ -112,8 +141,8 @@ def _in_order(pieces: tuple[Array, ...]) -> Array:
     rows, tokens, *dims = pieces[0].shape
     whole = lax.empty((rows, _ranks(), tokens, *dims), pieces[0].dtype)
     whole, *_ = vary_alike((whole, *pieces))
-    for step, piece in zip(steps(_ranks()), pieces, strict=True):
-        whole = lax.dynamic_update_slice(whole, piece[:, None], _place(step, whole))
+    for piece, value in zip(pieces_of(_ranks()), pieces, strict=True):
+        whole = lax.dynamic_update_slice(whole, value[:, None], _place(piece, whole))
     return whole.reshape(rows, -1, *dims)
 
 
@@ -123,11 +152,11 @@ def _apart(x: Array) -> tuple[Array, ...]:
     by_rank = x.reshape(x.shape[0], _ranks(), -1, *x.shape[2:])
     rows, _, tokens, *dims = by_rank.shape
 
-    def piece(step: int) -> Array:
-        first, last = _part(step, tokens)
-        return lax.dynamic_slice(by_rank, _place(step, by_rank), (rows, 1, last - first, *dims))[:, 0]
+    def value(piece: TokenPiece) -> Array:
+        first, last = piece.tokens(tokens)
+        return lax.dynamic_slice(by_rank, _place(piece, by_rank), (rows, 1, last - first, *dims))[:, 0]
 
-    return tuple(map(piece, steps(_ranks())))
+    return tuple(map(value, pieces_of(_ranks())))
 
 
 # Of JAX's own derivatives each would write zeros over a copy of all tokens for every piece.
@@ -135,25 +164,15 @@ _in_order.defvjp(lambda pieces: (_in_order(pieces), None), lambda _, dy: (_apart
 _apart.defvjp(lambda x: (_apart(x), None), lambda _, dy: (_in_order(dy),))
 
 
-def _place(step: int, by_rank: Array) -> tuple[Array | int, ...]:
+def _place(piece: TokenPiece, by_rank: Array) -> tuple[Array | int, ...]:
     """Where a piece begins in an array [B, rank, tokens, ...]."""
-    first, _ = _part(step, by_rank.shape[2])
-    return (0, (lax.axis_index(STREAM_AXIS) - step) % _ranks(), first) + (0,) * (by_rank.ndim - 3)
+    first, _ = piece.tokens(by_rank.shape[2])
+    return (0, (lax.axis_index(STREAM_AXIS) - piece.step) % _ranks(), first) + (0,) * (by_rank.ndim - 3)
 
 
-def _part(step: int, tokens: int) -> tuple[int, int]:
-    """Which of a rank's tokens a piece has: the first, and the one after the last."""
-    if 2 * abs(step) < _ranks() or _ranks() == 2:
-        return 0, tokens
-    return (0, tokens // 2) if step > 0 else (tokens // 2, tokens)
-
-
-def _among_zeros(step: int, x: Array, tokens: int) -> Array:
-    """A piece among zeros for the tokens that it lacks."""
-    first, last = _part(step, tokens)
-    around = [(0, 0, 0)] * x.ndim
-    around[SEQ_DIM] = first, tokens - last, 0
-    return lax.pad(x, jnp.zeros((), x.dtype), around) if x.shape[SEQ_DIM] < tokens else x
+def _cut(piece: TokenPiece, x: Array) -> Array:
+    """A piece of a rank's tokens [B, tokens, ...]."""
+    return x if piece.half is None else lax.slice_in_dim(x, *piece.tokens(x.shape[SEQ_DIM]), axis=SEQ_DIM)
 
 
 def _ranks() -> int:
