@@ -405,17 +405,18 @@ def test_a_collective_sends_what_it_says(name, run, layout, facts, vary):
     assert tuple(map(kinds, sent(run, ones(layout), (layout,), vary=vary))) == tuple(map(kinds, said))
 
 
-def test_token_streams_send_a_permute_for_each_other_rank():
-    """Of 4 ranks: 3 there, and 3 back."""
+@pytest.mark.parametrize(("ranks", "permutes"), [(2, 1), (4, 6)])
+def test_token_streams_send_permutes_for_each_other_rank(ranks, permutes):
+    """The tokens of each other rank there, and their sums back; of 4 ranks in halves."""
 
     def there_and_back(x):
         x = streams.gather_as_streams(f"{OVER_SEQ} -> {WHOLE}", x)
         return streams.reshard_streams(f"{WHOLE} +tp -> {OVER_SEQ}", x)
 
-    found = sent(there_and_back, ones(OVER_SEQ), (OVER_SEQ,), sizes=(1, 2, 4))
+    found = sent(there_and_back, ones(OVER_SEQ), (OVER_SEQ,), sizes=(1, 8 // ranks, ranks))
     there = promised(streams.gather_as_streams, "", {})
     back = promised(streams.reshard_streams, "sums of streams", {})
-    assert found == added(*3 * [there, back])
+    assert found == added(*permutes * [there, back])
 
 
 # ---- nothing is left out
