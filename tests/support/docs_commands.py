@@ -222,6 +222,7 @@ PARSED = {
     "python -m parallax.report --config=configs/llama_1b_16.py --topology=v5e:4x4": LONG,
     "python -m parallax.report --config=configs/llama3_70b.py --topology=v5p:4x8x8": LONG,
     "python -m parallax.report --config=configs/qwen3_235b.py --topology=v5p:4x8x8": LONG,
+    "python -m parallax.report --config=configs/deepseek_v3.py --topology=v5p:8x8x8": LONG,
     **{
         f"python -m parallax.report --config=configs/llama3_405b.py --topology=v5p:8x8x8{layout}{key}": LONG
         for layout, key in (
