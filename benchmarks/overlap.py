@@ -145,6 +145,7 @@ ROWS = {
         Row({"pipeline.microbatches": 2}),
         Row(FOUR | {"pipeline.remat": "elementwise", "loss.chunk_tokens": 4096}),
         Row({"mesh.dp": 16, "mesh.tp": 4, "pipeline.remat": "swiglu"} | STREAMS),
+        Row(INTERLEAVED | {"mesh.dp": 16, "pipeline.virtual": 4, "pipeline.microbatches": 16}),
     ],
     "llama_1b_128k": [
         Row({}),
