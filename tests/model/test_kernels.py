@@ -515,7 +515,7 @@ def layer_alone(kind, seq=SEQ, kernel="splash", split=False):
     x = jax.random.normal(jax.random.key(0), (2, seq, model.config.d_model))
     weights = {"params": weights}
     given = dict(weights=weights, x=x, context=context, plan=model.plan, stack="blocks")
-    passes = layer_passes(block, "none", split=split, in_rows=False, **given)
+    passes = layer_passes(block, "none", split=split, **given)
     return passes, weights, x, context
 
 

@@ -19,8 +19,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 from parallax.model.experts.exchange_costs import share_of_host
 from parallax.model.experts.experts import HeldExperts
-from parallax.model.experts.ragged import Slices, gather_group, group_rank, send_back, sums_of_rows
-from parallax.model.experts.rows import Rows, collect, dispatch, sort_rows
+from parallax.model.experts.ragged import Slices, alike_over_ranks, gather_group, group_rank, send_back, sums_of_rows
+from parallax.model.experts.rows import Rows, collect, dispatch, sort_rows, transposes_of_each_other
 from parallax.sharding.activations import EXPERT_AXIS
 from parallax.sharding.collectives import as_varying, varying_axes
 
@@ -56,9 +56,7 @@ def sums_by_host(
 ) -> tuple[Array, Array | None]:
     """What `sums_of_rows` computes. Between hosts, arrays of a rank's M = hosts * N tokens have the places of all that
     may come."""
-    arrays = x_ND, weights_NK, ids_NK, experts
-    axes = frozenset([EXPERT_AXIS]).union(*map(varying_axes, jax.tree.leaves(arrays)))
-    x_ND, weights_NK, ids_NK, experts = jax.tree.map(lambda array: as_varying(array, axes), arrays)
+    x_ND, weights_NK, ids_NK, experts = alike_over_ranks(x_ND, weights_NK, ids_NK, experts)
     ranks, (tokens, choices) = lax.axis_size(EXPERT_AXIS) // hosts, ids_NK.shape
     here, of_host = group_rank(hosts, ranks), ranks * experts.count
     weights_MK, ids_MK = (
@@ -109,24 +107,7 @@ def from_hosts(y_MD: Array, between: HostRows) -> Array:
     return collect(_send(y_MD, between.slices, empty), between.rows)
 
 
-def _to_forward(x_ND: Array, between: HostRows) -> tuple[Array, HostRows]:
-    return to_hosts(x_ND, between), between
-
-
-def _to_backward(between: HostRows, dx_MD: Array) -> tuple[Array, None]:
-    return from_hosts(dx_MD, between), None
-
-
-def _from_forward(y_MD: Array, between: HostRows) -> tuple[Array, HostRows]:
-    return from_hosts(y_MD, between), between
-
-
-def _from_backward(between: HostRows, dy_ND: Array) -> tuple[Array, None]:
-    return to_hosts(dy_ND, between), None
-
-
-to_hosts.defvjp(_to_forward, _to_backward)
-from_hosts.defvjp(_from_forward, _from_backward)
+transposes_of_each_other(to_hosts, from_hosts)
 
 
 def _send(x: Array, slices: Slices, others: Array) -> Array:

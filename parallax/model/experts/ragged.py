@@ -47,11 +47,9 @@ def sums_of_rows(
     the experts of the host, and other numbers are no choices: under an even load one in `hosts` is a choice.
     """
     ranks, (tokens, choices) = lax.axis_size(EXPERT_AXIS) // hosts, ids_NK.shape
-    axes = frozenset([EXPERT_AXIS]).union(*map(varying_axes, jax.tree.leaves((x_ND, weights_NK, ids_NK, experts))))
-    arrays = x_ND, weights_NK, ids_NK, experts
-    x_ND, weights_NK, ids_NK, experts = jax.tree.map(lambda array: as_varying(array, axes), arrays)
+    x_ND, weights_NK, ids_NK, experts = alike_over_ranks(x_ND, weights_NK, ids_NK, experts)
     rows = sort_rows(ids_NK, ranks * experts.count, most=choices, unit=UNIT_ROWS)
-    counts_PE, sent_weights = _announced(rows.sizes_E // UNIT_ROWS, _weights(weights_NK, rows), ranks, axes)
+    counts_PE, sent_weights = _announced(rows.sizes_E // UNIT_ROWS, _weights(weights_NK, rows), ranks)
     most = ranks * (tokens * min(choices, experts.count) // UNIT_ROWS + experts.count)
     usual = -(-usual_rows(ranks * ids_NK.size // hosts, UNIT_ROWS * most, ranks) // UNIT_ROWS)
     # Collectives in branches could deadlock on simulated devices.
@@ -63,6 +61,12 @@ def sums_of_rows(
     shared = shared_experts(token) if shared_experts else None
     x_ND, experts = jax.tree.map(lax.stop_gradient, (x_ND, experts))
     return _exchange(sizes, saved, ExchangedRows(x_ND, experts, rows, counts_PE, sent_weights)), shared
+
+
+def alike_over_ranks(*given: Any) -> tuple[Any, ...]:
+    """Arrays or trees, all varying over ep and over the axes over which any of them varies."""
+    axes = frozenset([EXPERT_AXIS]).union(*map(varying_axes, jax.tree.leaves(given)))
+    return jax.tree.map(lambda array: as_varying(array, axes), given)
 
 
 class BufferSizes(NamedTuple):
@@ -472,7 +476,7 @@ def _weights(weights_NK: Array, rows: Rows) -> Array:
     return _in_units(jnp.where((rows.choice_R < weights_NK.size)[:, None], weights_R1, 0))
 
 
-def _announced(counts_E: Array, weights: Array, ranks: int, axes: frozenset[str]) -> tuple[Array, Array]:
+def _announced(counts_E: Array, weights: Array, ranks: int) -> tuple[Array, Array]:
     """The counts and the weights that all `ranks` of a group send: one gather, since rows are sent by the counts. A
     gather of the weights alone would wait behind the rows, and the first products for it.
 
@@ -481,7 +485,7 @@ def _announced(counts_E: Array, weights: Array, ranks: int, axes: frozenset[str]
         backward  nothing
     """
     of_this_rank = jnp.concatenate([counts_E, lax.bitcast_convert_type(weights, jnp.int32).reshape(-1)])
-    of_all = as_varying(gather_group(of_this_rank[None], ranks), axes)
+    of_all = as_varying(gather_group(of_this_rank[None], ranks), varying_axes(weights))
     counts_PE, weights_of_all = of_all[:, : len(counts_E)], of_all[:, len(counts_E) :]
     return counts_PE, lax.bitcast_convert_type(weights_of_all, weights.dtype).reshape(-1, *weights.shape[1:])
 

@@ -62,6 +62,16 @@ def blocks_of_groups(sizes_E: Array, rows: int, size: int) -> tuple[Array, Array
     return group, jnp.where(is_needed, first, rows), jnp.where(is_needed, rows_of_group, 0)
 
 
+def transposes_of_each_other(*pair: jax.custom_vjp) -> None:
+    """Let the backward pass of each of two functions, linear in their first argument, be the other one. Of what else
+    they take, they take the same."""
+    for function, transpose in (pair, pair[::-1]):
+        function.defvjp(
+            lambda x, *others, function=function: (function(x, *others), others),
+            lambda others, dy, transpose=transpose: (transpose(dy, *others), *(None for _ in others)),
+        )
+
+
 @jax.custom_vjp
 def dispatch(x_ND: Array, rows: Rows) -> Array:
     """Each row's token, [R, D]; its transpose is `collect`. Rows that are not in use get an arbitrary token."""
@@ -81,22 +91,5 @@ def sums_of_tokens(row_NK: Array, *arrays_RD: Array, mode: str = "fill") -> Arra
     return sum(y_ND.astype(jnp.float32) for y_ND in of_tokens).astype(arrays_RD[0].dtype)
 
 
-def _dispatch_forward(x_ND: Array, rows: Rows) -> tuple[Array, Rows]:
-    return dispatch(x_ND, rows), rows
-
-
-def _dispatch_backward(rows: Rows, dx_RD: Array) -> tuple[Array, None]:
-    return collect(dx_RD, rows), None
-
-
-def _collect_forward(y_RD: Array, rows: Rows) -> tuple[Array, Rows]:
-    return collect(y_RD, rows), rows
-
-
-def _collect_backward(rows: Rows, dy_ND: Array) -> tuple[Array, None]:
-    # Rows that are not in use get a gradient, too, which no grouped product and no exchange reads.
-    return dispatch(dy_ND, rows), None
-
-
-dispatch.defvjp(_dispatch_forward, _dispatch_backward)
-collect.defvjp(_collect_forward, _collect_backward)
+# Rows that are not in use get a gradient, too, which no grouped product and no exchange reads.
+transposes_of_each_other(dispatch, collect)
