@@ -61,10 +61,12 @@ OPTIONS = {
 # it cannot fuse, and their gathers waited; with the other option it fuses passes over memory, too. In llama_1b_16,
 # which is dense, fewer gathers wait with it, too, but they leave products for passes that need the same bandwidth.
 OF_MIXTURES = {"TPU v5e": ASYNC_RAGGED | {"xla_tpu_enable_async_collective_fusion_fuse_kloop_fusions": True}}
-# In addition, of token streams. XLA counts products at this part of their time, and begins permutes several of them
-# before their tokens are used. On v5p it takes a message for half as long as its bytes need over a link, and began one
-# a single product before. On v5e, with two ranks, waits were longer.
-OF_STREAMS = {"TPU v5p": {"xla_lhs_output_fusion_latency_multiplier": 0.4}}
+# In addition, of token streams. XLA counts products and passes over memory at this part of their time, and begins
+# permutes several of them before their tokens are used. On v5p it takes a message for half as long as its bytes need
+# over a link, and began one a single product before. On v5e, with two ranks, waits were longer.
+OF_STREAMS = {
+    "TPU v5p": {"xla_lhs_output_fusion_latency_multiplier": 0.4, "xla_lhs_loop_fusion_latency_multiplier": 0.4}
+}
 
 # For GPUs that are not present: a custom call whose target this process lacks is compiled as a call that does nothing.
 ABSENT = {"xla_gpu_mock_custom_calls": True}

@@ -50,15 +50,15 @@ def pieces_of(ranks: int) -> list[TokenPiece]:
     >>> [piece.step for piece in pieces_of(3)]
     [0, 1, -1]
     >>> [tuple(piece) for piece in pieces_of(4)]
-    [(0, None), (1, 0), (-1, 1), (1, 1), (-1, 0), (2, 0), (-2, 1)]
+    [(0, None), (1, 1), (-1, 0), (1, 0), (-1, 1), (2, 1), (-2, 0)]
     """
     mine, distances = TokenPiece(0), range(1, (ranks + 1) // 2)
     if ranks == 2:
         return [mine, TokenPiece(1)]
     if ranks % 2:
         return [mine, *(TokenPiece(step) for distance in distances for step in (distance, -distance))]
-    there = [(1, 0), (-1, 1)]  # directions, and the half that goes on to the rank halfway around
-    both = [*there, (1, 1), (-1, 0)]
+    there = [(1, 1), (-1, 0)]  # directions, and the half that goes on to the rank halfway around
+    both = [*there, (1, 0), (-1, 1)]
     near = [TokenPiece(sign * distance, half) for distance in distances for sign, half in both]
     return [mine, *near, *(TokenPiece(sign * ranks // 2, half) for sign, half in there)]
 
@@ -77,14 +77,14 @@ def gather_as_streams(pattern: str, x: Array) -> Streams:
     before, after = parse_move(pattern)
     check_rank(pattern, before, x)
     _check_is_of_tokens(pattern, before, after)
-    mine, *others = pieces_of(_ranks())
-    # In the same order in each process, which a set would not be: all must trace the same program.
-    sent = {piece: _cut(piece, x) for piece in dict.fromkeys((mine, *(piece._replace(step=0) for piece in others)))}
+    others = pieces_of(_ranks())[1:]
+    # Cut for each direction, so that the gradients that arrive are added direction by direction, too: see `_joined`.
+    sent = {(direction, piece): tokens for direction in (1, -1) for piece, tokens in _cut(x, direction, others).items()}
     for piece in others:
         direction = int(np.sign(piece.step))
-        arrived = sent[piece._replace(step=piece.step - direction)]
-        sent[piece] = to_next_rank(arrived, STREAM_AXIS, by=direction, apart=permutes_wait())
-    return Streams((x, *(sent[piece] for piece in others)))
+        arrived = sent[direction, piece._replace(step=piece.step - direction)]
+        sent[direction, piece] = to_next_rank(arrived, STREAM_AXIS, by=direction, apart=permutes_wait())
+    return Streams((x, *(sent[int(np.sign(piece.step)), piece] for piece in others)))
 
 
 def reshard_streams(pattern: str, x: Array | Streams) -> Array | Streams:
@@ -102,13 +102,16 @@ def reshard_streams(pattern: str, x: Array | Streams) -> Array | Streams:
     _check_is_of_tokens(pattern, after, before.without(STREAM_AXIS))
     mine, *others = pieces_of(_ranks())
     sums = dict(zip((mine, *others), x.pieces, strict=True))
+    of_mine: dict[int, dict[TokenPiece, Array]] = {}  # by direction
     for piece in reversed(others):
         direction = int(np.sign(piece.step))
         arrived = to_next_rank(sums[piece], STREAM_AXIS, by=-direction, apart=permutes_wait())
         here = piece._replace(step=piece.step - direction)
-        sums[here] = sums[here] + arrived if here in sums else arrived
-    halves = [sums[half] for half in (TokenPiece(0, 0), TokenPiece(0, 1)) if half in sums]
-    return sums[mine] + jnp.concatenate(halves, SEQ_DIM) if halves else sums[mine]
+        if here.step == 0:
+            of_mine.setdefault(direction, {})[here] = arrived
+        else:
+            sums[here] = sums[here] + arrived
+    return sum(map(_joined, of_mine.values()), sums[mine])
 
 
 def per_stream(function: Callable[..., Array], *arrays: Array | Streams) -> Array | Streams:
@@ -170,9 +173,17 @@ def _place(piece: TokenPiece, by_rank: Array) -> tuple[Array | int, ...]:
     return (0, (lax.axis_index(STREAM_AXIS) - piece.step) % _ranks(), first) + (0,) * (by_rank.ndim - 3)
 
 
-def _cut(piece: TokenPiece, x: Array) -> Array:
-    """A piece of a rank's tokens [B, tokens, ...]."""
-    return x if piece.half is None else lax.slice_in_dim(x, *piece.tokens(x.shape[SEQ_DIM]), axis=SEQ_DIM)
+def _cut(x: Array, direction: int, others: list[TokenPiece]) -> dict[TokenPiece, Array]:
+    """A rank's tokens [B, tokens, ...] in the pieces that it sends to the next rank in this direction."""
+    pieces = sorted(piece._replace(step=0) for piece in others if piece.step == direction)
+    ends = [piece.tokens(x.shape[SEQ_DIM]) for piece in pieces]
+    return dict(zip(pieces, lax.split(x, [last - first for first, last in ends], SEQ_DIM), strict=True)) if ends else {}
+
+
+def _joined(pieces: dict[TokenPiece, Array]) -> Array:
+    """A rank's tokens of all its pieces. Of what each direction brings, compilers for TPU add this up within the
+    product of the rank's tokens. What both bring of a piece, added first, was another pass over memory."""
+    return jnp.concatenate([pieces[piece] for piece in sorted(pieces)], SEQ_DIM)
 
 
 def _ranks() -> int:
