@@ -176,8 +176,10 @@ def _place(piece: TokenPiece, by_rank: Array) -> tuple[Array | int, ...]:
 def _cut(x: Array, direction: int, others: list[TokenPiece]) -> dict[TokenPiece, Array]:
     """A rank's tokens [B, tokens, ...] in the pieces that it sends to the next rank in this direction."""
     pieces = sorted(piece._replace(step=0) for piece in others if piece.step == direction)
+    if len(pieces) < 2:
+        return dict.fromkeys(pieces, x)
     ends = [piece.tokens(x.shape[SEQ_DIM]) for piece in pieces]
-    return dict(zip(pieces, lax.split(x, [last - first for first, last in ends], SEQ_DIM), strict=True)) if ends else {}
+    return dict(zip(pieces, lax.split(x, [last - first for first, last in ends], SEQ_DIM), strict=True))
 
 
 def _joined(pieces: dict[TokenPiece, Array]) -> Array:
