@@ -123,6 +123,7 @@ ROWS = {
         Row(INTERLEAVED | {"mesh.dp": 4, "pipeline.virtual": 2, "pipeline.microbatches": 16}),
         Row(PLAIN | SWIGLU_SAVED | {"pipeline.microbatches": 1}),
         Row(PLAIN | {"pipeline.microbatches": 1}),
+        Row(PLAIN | {"pipeline.microbatches": 4}),
     ],
     "llama2_7b_64": [
         Row({}),
