@@ -271,7 +271,7 @@ def model_on_topology(settings: Settings, topology: Topology) -> ShardedModel:
     ranks, crosses = settings.mesh.ep, chip.platform == "gpu" and settings.mesh.ep > 1
     hosts = topology.hosts_along(settings.mesh.sizes, EXPERT_AXIS) if crosses else None
     check_exchange(settings.layout, ranks, chip.platform, hosts)
-    mesh = abstract_mesh(settings.mesh.sizes, simulated=settings.mesh.simulate > 0, chip=chip.name)
+    mesh = abstract_mesh(settings.mesh.sizes, simulated=settings.mesh.simulate > 0, gpu=chip.gpu)
     model = model_of(settings, mesh)
     model.check_batch(settings.data.global_batch, settings.data.seq)
     predicted_state(model)  # for its checks
