@@ -1,9 +1,11 @@
 """Every benchmark says at once what it does, runs at its smallest size, and takes what is wrong as one line."""
 
+import itertools
 import os
 import pathlib
 import re
 import runpy
+import signal
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -289,6 +291,28 @@ def test_a_part_ends_at_its_limit_with_all_its_processes(one_gpu, tmp_path):
         assert one_gpu.status_of(one_gpu.Command(["-c", sleeping]), printed, 3.0) is None
     with open(ends[0]) as pipe:  # it ends when nobody can write to it any more
         assert pipe.read() == "started\nstarted\n"
+
+
+@pytest.mark.parametrize("signals", itertools.product((signal.SIGINT, signal.SIGTERM), repeat=2))
+def test_a_second_signal_does_not_interrupt_the_end_of_a_part(one_gpu, tmp_path, monkeypatch, signals):
+    ended, before = [], {number: signal.getsignal(number) for number in signals}
+
+    def run_part(*_):
+        try:
+            signal.raise_signal(signals[0])
+        finally:  # where a part's processes are ended
+            signal.raise_signal(signals[1])
+            ended.append("with its processes")
+
+    monkeypatch.setitem(one_gpu.main.__globals__, "run_part", run_part)
+    monkeypatch.setattr(sys, "argv", ["one_gpu.py", f"--out={tmp_path}"])
+    try:
+        with pytest.raises(SystemExit) as end:
+            one_gpu.main()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert ended == ["with its processes"] and end.value.code == 128 + signals[0]
 
 
 def test_after_a_command_that_fails_a_part_ends_and_the_next_begins(one_gpu, tmp_path):
