@@ -62,6 +62,11 @@ class Topology(NamedTuple):
         return self.chip.platform == "tpu"
 
     @property
+    def has_gpu_hosts(self) -> bool:
+        """Whether these are GPUs on several hosts."""
+        return self.chip.platform == "gpu" and self.devices > self.shape[-1]
+
+    @property
     def as_reached(self) -> "Topology":
         """The same chips with links and a network that have what messages reach of them."""
         chip, reached = self.chip, self.chip.reached
