@@ -25,7 +25,7 @@ from parallax.hardware.devices import simulate_devices, start_devices
 from parallax.hardware.sensors import local_sensors
 from parallax.inference.ends import ends_of
 from parallax.inference.generate import complete, stays_text
-from parallax.interop.harness import Tasks
+from parallax.interop.harness import Tasks, known_tasks
 from parallax.processes import job
 from parallax.step.step import (
     TrainState,
@@ -463,6 +463,7 @@ def tasks_of(components: RunComponents) -> Callable[[Any], dict[str, float]] | N
         return None
     tokenizer = components.train_data.tokenizer
     ends = ends_of(tokenizer, components.settings.model.vocab, components.of_import)
-    options = dict(folder=train.tasks_folder, limit=train.tasks_limit, length=data.longest_seq, rows=data.global_batch)
-    tasks = Tasks(components.model, tokenizer, ends, train.tasks, **options)
+    manager = known_tasks(train.tasks, train.tasks_folder)
+    options = dict(limit=train.tasks_limit, length=data.longest_seq, rows=data.global_batch)
+    tasks = Tasks(components.model, tokenizer, ends, train.tasks, manager, **options)
     return lambda params: tasks(params).by_metric
