@@ -1170,6 +1170,7 @@ def test_an_analytic_plan_compiles_nothing_and_asks_for_nothing(config, planned,
     [
         (["--topology=v9:4x4"], "chip 'v9:4x4' is unknown; .*v5e"),
         (["--topology=v5e:4x"], "--topology=v5e:4x is not a topology; write CHIP:SIZES"),
+        (["--topology=v5p-64"], "Google's names v5litepod-16 is v5e:4x4, and v5p-64, which counts cores, v5p:2x4x4"),
         (["--topology=v5e"], "is not a topology"),
         (["--topology=v5p:4x4"], "has 2 sizes, but slices of TPU v5p have 3"),
         (["--topology=v5e:4x4"], "v5e:4x4 has 16 devices: mesh.pp=1 mesh.dp=2 mesh.tp=2 wants 4 devices"),
