@@ -145,6 +145,11 @@ def train(
             return Outcome("nothing to do", start)
         for warning in warnings:
             logger.say(warning)
+        if fresh and settings.model.lora_rank and not settings.train.first_run:
+            logger.say(
+                f"warning: model.lora_rank={settings.model.lora_rank} trains adapters alone, beside weights that are "
+                "random: train.init_from names the run whose weights they are for"
+            )
         try:
             outcome = run_to_end(components, folder, logger, stop, start, fresh=fresh, resume=resume, began=began)
         except BaseException as error:
