@@ -39,6 +39,14 @@ def whole_number(text: str) -> int:
     return int(text)
 
 
+def share(text: str) -> float:
+    """A number above 0, and at most 1."""
+    with contextlib.suppress(ValueError):
+        if 0 < float(text) <= 1:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is no share; write a number above 0 and at most 1, such as 0.7")
+
+
 def mesh_sizes(text: str) -> str:
     """Sizes of pp, dp and tp, as written."""
     sizes = text.split(",")

@@ -58,7 +58,7 @@ def prices(args: Any) -> Iterator[tuple[str, Any, Any, tuple[float, float]]]:
         config.mesh.update(pp=1, dp=2, tp=1)
     settings = resolve(read_settings(config.to_dict()), topology.as_devices)
     closed, drawn = ClosedForm(settings, topology), random.Random(args.seed)
-    legal, every = 0, [*filter(closed.knows, choices(settings, topology.devices, slices=topology.slices))]
+    legal, every = 0, [*filter(closed.knows, choices(settings, topology))]
     drawn.shuffle(every)
     for choice in every:
         begun = time.process_time()

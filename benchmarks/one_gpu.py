@@ -74,7 +74,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/one_gpu"), help="folder of what the parts print")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that a part's processes end, too
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, stop)
     ended = []
     with tempfile.TemporaryDirectory() as folder:  # of runs, whose checkpoints are large
         for part in args.parts:
@@ -84,6 +85,13 @@ def main() -> None:
     print("\n".join(summary(ended)))
     if any(part.how != "done" for part in ended):
         sys.exit(1)
+
+
+def stop(number: int, _: Any) -> None:
+    """End with the status of a signal, and a part's processes, too; while these end, nothing interrupts that."""
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, signal.SIG_IGN)
+    sys.exit(128 + number)
 
 
 def seconds(text: str) -> float:

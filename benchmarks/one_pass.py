@@ -19,7 +19,7 @@ from typing import Any
 os.environ |= {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1"}
 os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 
-from arguments import Arguments, absent_devices, config_of, run_benchmark, whole_number
+from arguments import Arguments, absent_devices, config_of, run_benchmark, share, whole_number
 
 from parallax.hardware.chips import KERNEL_EFFICIENCY
 
@@ -46,7 +46,7 @@ def main() -> None:
     parser.add_argument("--schedule", default="dualpipe_v", choices=["dualpipe_v", "zero_bubble_v"])
     parser.add_argument("--kernel", default="splash", choices=["splash", "cudnn", "xla"], help="of attention")
     parser.add_argument("--axes", default="ep", help="joined by +")
-    parser.add_argument("--kernels", type=float, default=KERNEL_EFFICIENCY, help="share of peak that kernels reach")
+    parser.add_argument("--kernels", type=share, default=KERNEL_EFFICIENCY, help="share of peak that kernels reach")
     parser.add_argument("--options", nargs="*", default=[], metavar="NAME=VALUE", help="of the compiler")
     args = parser.parse_args()
     read, layers = compiled(args)

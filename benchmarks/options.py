@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from arguments import Arguments, absent_devices, config_with, run_benchmark, setting, whole_number
+from arguments import Arguments, absent_devices, config_with, run_benchmark, setting, share, whole_number
 from recipes import RECIPES
 
 from parallax.hardware.chips import KERNEL_EFFICIENCY
@@ -90,7 +90,7 @@ def main() -> None:
     where.add_argument("--here", action="store_true", help="run the steps on this machine's devices")
     parser.add_argument("--only", nargs="+", choices=ROWS, default=[*OPTIONS], metavar="OPTION")
     parser.add_argument("--set", nargs="+", default=[], type=setting, metavar="KEY=VALUE", help="of the config")
-    parser.add_argument("--kernels", type=float, default=KERNEL_EFFICIENCY, help="share of peak that kernels reach")
+    parser.add_argument("--kernels", type=share, default=KERNEL_EFFICIENCY, help="share of peak that kernels reach")
     parser.add_argument("--steps", type=whole_number, default=8, help="of a row that is measured")
     parser.add_argument("--child", choices=ROWS, help=argparse.SUPPRESS)
     args = parser.parse_args()

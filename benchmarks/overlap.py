@@ -31,7 +31,7 @@ os.environ |= {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1"}
 os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from arguments import Arguments, absent_devices, config_of, run_benchmark, setting
+from arguments import Arguments, absent_devices, config_of, run_benchmark, setting, share
 
 from parallax.hardware.chips import KERNEL_EFFICIENCY
 
@@ -172,7 +172,7 @@ def main() -> None:
     parser.add_argument("--config", default="llama_1b_16", choices=ROWS)
     parser.add_argument("--topology", default="v5e:4x4")
     parser.add_argument("--rows", nargs="*", type=int, help="numbers of rows; all without it")
-    parser.add_argument("--kernels", type=float, default=KERNEL_EFFICIENCY, help="share of peak that kernels reach")
+    parser.add_argument("--kernels", type=share, default=KERNEL_EFFICIENCY, help="share of peak that kernels reach")
     parser.add_argument("--options", nargs="+", default=[], type=setting, metavar="NAME=VALUE", help="of the compiler")
     args = parser.parse_args()
     rows = [row._replace(told={**row.told, **dict(args.options)}) for row in ROWS[args.config]]

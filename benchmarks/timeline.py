@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from arguments import Arguments, absent_devices, run_benchmark
+from arguments import Arguments, absent_devices, run_benchmark, share
 from overlap import ROWS, compiled_row, title
 
 from parallax.hardware.chips import KERNEL_EFFICIENCY
@@ -25,8 +25,8 @@ def main() -> None:
     parser = Arguments(description=__doc__, smallest={"config": "tiny_gqa", "topology": "v5e:2x4", "rows": [0]})
     parser.add_argument("--config", default="llama_1b_16", choices=ROWS)
     parser.add_argument("--topology", default="v5e:4x4")
-    parser.add_argument("--rows", nargs="+", type=int, default=[0, 12], help="rows of benchmarks/overlap.py")
-    parser.add_argument("--kernels", type=float, default=KERNEL_EFFICIENCY, help="share of peak that kernels reach")
+    parser.add_argument("--rows", nargs="+", type=int, default=[0, 11], help="rows of benchmarks/overlap.py")
+    parser.add_argument("--kernels", type=share, default=KERNEL_EFFICIENCY, help="share of peak that kernels reach")
     parser.add_argument("--names", nargs="+", default=[], help="names of these rows in the picture")
     parser.add_argument("--svg", help="a file for the picture")
     args = parser.parse_args()

@@ -1,9 +1,11 @@
 """Every benchmark says at once what it does, runs at its smallest size, and takes what is wrong as one line."""
 
+import itertools
 import os
 import pathlib
 import re
 import runpy
+import signal
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -291,6 +293,28 @@ def test_a_part_ends_at_its_limit_with_all_its_processes(one_gpu, tmp_path):
         assert pipe.read() == "started\nstarted\n"
 
 
+@pytest.mark.parametrize("signals", itertools.product((signal.SIGINT, signal.SIGTERM), repeat=2))
+def test_a_second_signal_does_not_interrupt_the_end_of_a_part(one_gpu, tmp_path, monkeypatch, signals):
+    ended, before = [], {number: signal.getsignal(number) for number in signals}
+
+    def run_part(*_):
+        try:
+            signal.raise_signal(signals[0])
+        finally:  # where a part's processes are ended
+            signal.raise_signal(signals[1])
+            ended.append("with its processes")
+
+    monkeypatch.setitem(one_gpu.main.__globals__, "run_part", run_part)
+    monkeypatch.setattr(sys, "argv", ["one_gpu.py", f"--out={tmp_path}"])
+    try:
+        with pytest.raises(SystemExit) as end:
+            one_gpu.main()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert ended == ["with its processes"] and end.value.code == 128 + signals[0]
+
+
 def test_after_a_command_that_fails_a_part_ends_and_the_next_begins(one_gpu, tmp_path):
     failing = [one_gpu.Command(["-c", f"print({number}); raise SystemExit({number})"]) for number in (0, 3, 4)]
     ended = [one_gpu.run_part(part, failing[first:], tmp_path, 60) for part, first in (("all", 0), ("last", 2))]
@@ -335,6 +359,7 @@ def test_an_unknown_flag_is_one_line(name, monkeypatch, capsys):
         ("options.py --here --topology v5e:4x4", "argument --topology: not allowed with argument --here"),
         ("options.py --here --steps 2", "--steps=2 must be a whole number of 3 or more"),
         ("options.py --here --set model.layerz=2", "unknown key model.layerz; did you mean 'layers'?"),
+        ("overlap.py --kernels 0", "argument --kernels: '0' is no share; write a number above 0 and at most 1"),
         ("overlap.py --rows 0 99", "--rows 99: llama_1b_16 has rows 0 to "),
         ("overlap.py --topology v5e:4x", "--topology=v5e:4x is not a topology"),
         ("predictions.py --configs nothing", "no row is of these configs, meshes, schedules and remat"),
@@ -343,6 +368,7 @@ def test_an_unknown_flag_is_one_line(name, monkeypatch, capsys):
         ("soak.py often", "argument kills: 'often' must be a whole number of 1 or more"),
         ("step.py --config=tiny", "argument --config: invalid choice: 'tiny'"),
         ("timeline.py --rows 0 --names best worst", "--names: 2 names for 1 rows; write one for each"),
+        ("timeline.py --kernels 70", "argument --kernels: '70' is no share; write a number above 0 and at most 1"),
         ("timeline.py --rows 0 99", "--rows 99: llama_1b_16 has rows 0 to "),
         ("tpu_compile.py --topology v5e:3x3x3", "--topology=v5e:3x3x3 has 3 sizes, but slices of TPU v5e have 2"),
     ],

@@ -30,7 +30,15 @@ from parallax.config.earlier import RENAMED, renamed
 from parallax.config.keys import KINDS
 from parallax.config.reference import CONFIGS, about, key_lines
 from parallax.config.sections import BASE, LAYER_KINDS, SECTIONS, MeshConfig
-from parallax.config.settings import OF_A_RUN, Settings, fit_to_steps, load_saved, read_settings, tell_saved
+from parallax.config.settings import (
+    OF_A_RUN,
+    Settings,
+    check_has_experts,
+    fit_to_steps,
+    load_saved,
+    read_settings,
+    tell_saved,
+)
 from parallax.display.progress import stop_progress, waiting
 from parallax.errors import CheckpointError, ConfigError, ParallaxError, errors_as, nearest, quoted, shown, tell
 from parallax.hardware.devices import leave_out_absent_tpu
@@ -107,7 +115,9 @@ def read_command(argv: Sequence[str], program_flags: Mapping[str, Flag]) -> tupl
     line = read_line(argv, program_flags)
     for warning in line.warnings:
         tell(warning, sys.stderr)
-    return read_settings(line.config.to_dict()), line.values
+    settings = read_settings(line.config.to_dict())
+    check_has_experts(settings)
+    return settings, line.values
 
 
 def read_line(

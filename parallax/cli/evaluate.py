@@ -37,7 +37,7 @@ with loading(__name__, sys.stderr):
     from parallax.display.tables import bars, text_table
     from parallax.errors import ConfigError, DataError, tell
     from parallax.inference.run import MESH_KEYS, Run, load_trained, mesh_config, sizes_of
-    from parallax.interop.harness import TaskResults, Tasks
+    from parallax.interop.harness import TaskResults, Tasks, known_tasks
     from parallax.processes import job
     from parallax.sharding.activations import BATCH_AXES
     from parallax.step.batches import own_part, put_on, saved_cache
@@ -178,10 +178,11 @@ def evaluate_on(
     step: int | None = None,
 ) -> TaskResults:
     """The results of a run's step in tasks of lm-evaluation-harness; see `Tasks`. Raises as `evaluate`."""
+    manager = known_tasks(tasks, folder)  # before a model is loaded
     trained = load_trained(workdir, settings, settings.mesh, step, CHOOSE)
     say_loaded(trained, tasks)
     data, of_model = settings.data, (trained.model, trained.tokenizer, trained.ends)
-    chosen = Tasks(*of_model, tasks, folder=folder, limit=limit, length=data.longest_seq, rows=data.global_batch)
+    chosen = Tasks(*of_model, tasks, manager, limit=limit, length=data.longest_seq, rows=data.global_batch)
     with waiting("running the tasks"):
         return chosen(trained.params)
 

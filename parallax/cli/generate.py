@@ -27,15 +27,16 @@ from typing import Any
 from parallax.display.progress import loading, waiting
 
 with loading(__name__, sys.stderr):
+    from parallax.checkpoint.steps import complete_steps
     from parallax.cli.arguments import Parser, local_path, run_path, source_of, write_output
     from parallax.cli.command import Flag, read_line_of_run, run_quietly, unknown_flag, written_mesh
     from parallax.config.sections import MeshConfig, SampleConfig
     from parallax.config.settings import OF_A_MODEL, Settings, load_settings, read_settings
     from parallax.errors import ConfigError, DataError, errors_as, nearest, printable, tell
-    from parallax.inference.chat import ContextIsFull, Conversation, template_of_run
+    from parallax.inference.chat import ContextIsFull, Conversation, template_beside
     from parallax.inference.generate import complete, encode, stays_text
     from parallax.inference.prompts import complete_prompts, read_prompts, with_completion
-    from parallax.inference.run import MESH_KEYS, Run, load_trained, mesh_config, sizes_of
+    from parallax.inference.run import MESH_KEYS, Run, load_trained, mesh_config, sizes_of, tokenizer_file
     from parallax.storage.files import try_appending
 
 OF_OTHER_FORMS = ("--chat", "--system", "--template", "--prompts", "--out", "--rows")
@@ -109,8 +110,11 @@ def _say_loaded(flags: argparse.Namespace, trained: Run) -> None:
 
 def chat(flags: argparse.Namespace) -> None:
     """Hold a conversation: messages from stdin, answers to stdout."""
-    trained, sample = _load(flags, *settings_of(flags))
-    template, context = template_of_run(trained, flags.template), trained.settings.data.longest_seq
+    settings, axes = settings_of(flags)
+    system = [{"role": "system", "content": flags.system}] * bool(flags.system)
+    _check_template(flags, [[*system, {"role": "user", "content": "It is"}]])
+    trained, sample = _load(flags, settings, axes)
+    template, context = template_beside(trained.tokenizer_file, flags.template), settings.data.longest_seq
     _say_loaded(flags, trained)
     conversation = Conversation(trained, template, sample, context, flags.system, flags.stop)
     _say(f"{template.origin}; {context} tokens of context; /reset begins anew, /exit or Ctrl-D ends")
@@ -119,6 +123,22 @@ def chat(flags: argparse.Namespace) -> None:
             conversation.reset()
         elif message:
             _answer(conversation, message)
+
+
+def _check_template(flags: argparse.Namespace, conversations: Sequence[Sequence[dict]]) -> None:
+    """Raise DataError if the template refuses messages, before a model is loaded: that of every step which may be."""
+    steps = sorted(complete_steps(flags.workdir / "checkpoints"), reverse=True)
+    refusals = []
+    for step in steps if flags.step is None else {flags.step} & {*steps}:
+        try:
+            template = template_beside(tokenizer_file(flags.workdir, step), flags.template)
+            for messages in conversations:
+                template.render(messages, add_generation_prompt=True)
+            return
+        except DataError as error:  # of a damaged step, too, and one before it is loaded then
+            refusals.append(error)
+    if refusals:
+        raise refusals[0]
 
 
 def _messages() -> Iterator[str]:
@@ -156,10 +176,13 @@ def complete_file(flags: argparse.Namespace) -> None:
     if flags.out is not None:  # what cannot be written is said at once
         with errors_as(ConfigError, f"--out={flags.out} cannot be written: "):
             try_appending(flags.out)
-    trained, sample = _load(flags, *settings_of(flags))
+    settings, axes = settings_of(flags)
+    if asked := [prompt["messages"] for prompt in prompts if "messages" in prompt]:
+        _check_template(flags, asked)
+    trained, sample = _load(flags, settings, axes)
     _say_loaded(flags, trained)
     texts, tokens, start = [""] * len(prompts), 0, time.perf_counter()
-    rest = dict(rows=rows, template=lambda: template_of_run(trained, flags.template), stop=flags.stop)
+    rest = dict(rows=rows, template=lambda: template_beside(trained.tokenizer_file, flags.template), stop=flags.stop)
     with waiting(f"generating from {len(prompts)} prompts") as show_progress:
         for done, completion in enumerate(complete_prompts(trained, prompts, sample, **rest), 1):
             texts[completion.number] = completion.text

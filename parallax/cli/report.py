@@ -142,9 +142,9 @@ def slice_mesh(config: MeshConfig, topology: Topology, *, compiled: bool) -> tup
     """The mesh on chips that need not be present, to which `config` is fitted; if nothing is compiled, an abstract one
     and the reason."""
     if not compiled:
-        return abstract_mesh(config.sizes, chip=topology.chip.name), TRACE_ONLY
+        return abstract_mesh(config.sizes, gpu=topology.chip.gpu), TRACE_ONLY
     if reason := why_not(topology):
-        return abstract_mesh(config.sizes, chip=topology.chip.name), f"Nothing was compiled: {reason}"
+        return abstract_mesh(config.sizes, gpu=topology.chip.gpu), f"Nothing was compiled: {reason}"
     return make_mesh(config, devices_of(topology)), ""
 
 

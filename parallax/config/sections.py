@@ -707,6 +707,11 @@ class ModelConfig(Section, most=2**24, saved=True):
         """Whether it has layers of experts."""
         return "moe" in self.layer_bases
 
+    @property
+    def names_layers_of_code(self) -> bool:
+        """Whether layers, or parts of them, are classes of the user's, which may read any key."""
+        return bool(codes_by_name(self.kinds)) or any(map(names_code, (self.mlp, self.attention, self.dense)))
+
     def of_block(self, kind: str) -> "ModelConfig":
         """The settings of a block of this kind: the model's, but for shapes.
 

@@ -25,6 +25,8 @@ KEYS = {f"{name}.{field.name}": field.metadata["key"] for name, kind in SECTIONS
 PATHS = {name: ("", *key.choices) for name, key in KEYS.items() if key.path}
 # Keys that may name code of a user's own, with the arguments with which it is called.
 CODE = {name: key.code for name, key in KEYS.items() if key.code}
+# Keys that only layers of experts read: the meaning of each says so.
+EXPERT_KEYS = tuple(name for name, key in KEYS.items() if key.meaning.startswith("moe: "))
 NOT_OF_A_MODEL = ("optimizer.", "data.")  # sections whose code a model does not read
 NO_CODE: Mapping[str, Any] = MappingProxyType({})
 # What commands read of the keys of both kinds: all, what a model needs, or its data.
@@ -147,6 +149,22 @@ def check_settings(settings: Any) -> None:
     if not isinstance(settings, Settings):
         kind = type(settings).__name__
         raise ConfigError(f"a {kind} is given where settings are needed; make them with px.read_settings(config)")
+
+
+def check_has_experts(settings: Settings) -> None:
+    """Raise ConfigError for a key of experts if no layer has any: who forgets model.layers_of would train a dense
+    model. Classes of the user's may read any key."""
+    model = settings.model
+    if model.has_mixtures or model.names_layers_of_code:
+        return
+    for key in EXPERT_KEYS:
+        section, name = key.split(".")
+        written, default = getattr(getattr(settings, section), name), default_value(key)
+        if written != default:
+            raise ConfigError(
+                f"{key}={written!r} does nothing with model.layers_of={quoted(model.layers_of)}, which has no layer of "
+                f"experts; use {name}={default!r}, or layers_of='moe*{model.layers}'."
+            )
 
 
 def load_settings(run: Path) -> Settings:

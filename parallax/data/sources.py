@@ -179,12 +179,13 @@ def find_files(path: str, kind: str, field: str) -> tuple[list[Path], str]:
     counts = Counter(filter(None, why_not.values())).most_common()
     left_out = f"leaving out {len(there) - len(files):,}: {first_few([f'{count:,} {why}' for why, count in counts])}"
     if not files:
-        wanted = "a match of this file, folder or glob"
+        wrong = "nothing matches this glob" if {*"*?["} & {*path} else "there is no such file or folder"
         if in_folder:
-            wanted = f"a file that ends in {' or '.join(SUFFIXES[kind])}" if kind in SUFFIXES else "a file"
+            ending = f" that ends in {' or '.join(SUFFIXES[kind])}" if kind in SUFFIXES else ""
+            wrong = f"this folder has no file{ending}"
         but = f"; {left_out}" if counts else ""
         looked = f" (looked from {Path.cwd()})" if is_local(place) else ""
-        raise DataError(f"data.path={path!r}: {wanted} does not exist{looked}{but}")
+        raise DataError(f"data.path={path!r}: {wrong}{looked}{but}")
     if not counts:
         return files, ""
     said = f"{path}: reading {len(files):,} file{'s'[: len(files) != 1]}, {left_out}"

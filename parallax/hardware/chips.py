@@ -19,6 +19,8 @@ from parallax.errors import ConfigError, nearest
 from parallax.hardware.nccl import NETWORK, NVLINK, PCIE, SIMPLE
 
 GIB = 2**30
+# Lanes of a TPU's vector registers, and entries of a tile along the fastest dim; blocks of kernels are multiples of it.
+LANES = 128
 # Parts of the names of GPUs that multiply nothing in bfloat16.
 BEFORE_AMPERE = ("P40", "P100", "V100", "T4", "GTX", "TITAN", "Quadro", "RTX 20")
 # Share of its chip's peak that an attention or grouped kernel is taken to reach in a compiled step. Compilers estimate
@@ -121,6 +123,11 @@ class Chip(NamedTuple):
     def unit(self) -> str:
         """What a device is: "chip" or "core"."""
         return "chip" if self.cores == 1 else "core"
+
+    @property
+    def gpu(self) -> str:
+        """The name of a GPU; "" of other chips."""
+        return self.name if self.platform == "gpu" else ""
 
     @property
     def reached(self) -> Reached:
@@ -359,7 +366,6 @@ REACHED = {
 }
 
 CHIPS = {name: _chip(name, *row) for name, row in (TPUS | NVIDIA).items()}
-GPUS = frozenset(NVIDIA)
 # JAX's names, if they differ. Other variants, such as H100 PCIe, are different chips.
 DEVICE_KINDS = {
     "geforce rtx 3090": "NVIDIA RTX 3090",

@@ -116,15 +116,15 @@ def _unsettled(text: str, stop: Sequence[str]) -> int:
     return len(text) - len(whole) + max(begun, default=0)
 
 
-def template_of_run(run: Run, written: str) -> ChatTemplate:
-    """The template beside a run's tokenizer, or one by name or file.
+def template_beside(tokenizer: Path, written: str) -> ChatTemplate:
+    """The template beside the tokenizer of a run's step, or one by name or file.
 
     Raises:
         DataError: there is none, or it is not a template.
     """
     if not written:
-        return ChatTemplate.of_tokenizer(run.tokenizer_file)
-    tokens = ChatTemplate.tokens_of(run.tokenizer_file)
+        return ChatTemplate.of_tokenizer(tokenizer)
+    tokens = ChatTemplate.tokens_of(tokenizer)
     if written in NAMED_TEMPLATES:
         return ChatTemplate.named(written, tokens=tokens)
     if not Path(written).is_file():

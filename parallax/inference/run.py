@@ -63,7 +63,7 @@ class Run:
     @property
     def tokenizer_file(self) -> Path:
         """The tokenizer of its checkpoint, with the saved checksum."""
-        return self.path / "checkpoints" / str(self.step) / TOKENIZER_FILE
+        return tokenizer_file(self.path, self.step)
 
     @cached_property
     def metrics(self) -> list[dict[str, Any]]:
@@ -185,6 +185,11 @@ def load(
     path = RunFiles(workdir).path
     mesh = MeshConfig(pp=pp, dp=dp, tp=tp, simulate=0, cp=cp, ep=ep)
     return load_trained(path, with_code(load_settings(path), code), mesh, step, "pp, dp, cp, ep and tp")
+
+
+def tokenizer_file(workdir: Path, step: int) -> Path:
+    """The tokenizer of a run's checkpoint, beside which its chat template is."""
+    return workdir / "checkpoints" / str(step) / TOKENIZER_FILE
 
 
 def load_trained(workdir: Path, settings: Settings, mesh: MeshConfig, step: int | None, choose: str) -> Run:

@@ -46,16 +46,15 @@ class TaskResults(NamedTuple):
 
 
 class Tasks:
-    """Tasks of the harness, or those that are described in a `folder`, for a model: called with its parameters.
+    """Tasks of the harness for a model: called with its parameters.
 
     Args:
         ends: ids at which a text ends.
-        folder: of descriptions; they may name code, which is then run.
+        names: of tasks, with commas between them.
+        manager: of `known_tasks`, which knows them.
         limit: number of documents of each task; 0 is all.
         length: most tokens of a text; of longer ones the end is read, as by the harness's own backend.
         rows: texts at once.
-    Raises:
-        ConfigError: `lm_eval` is not installed, or there is no such task.
     """
 
     def __init__(
@@ -64,19 +63,13 @@ class Tasks:
         tokenizer: Tokenizer,
         ends: Sequence[int],
         names: str,
+        manager: Any,
         *,
-        folder: str = "",
         limit: int = 0,
         length: int,
         rows: int = 8,
     ):
-        if importlib.util.find_spec("lm_eval") is None:
-            raise ConfigError(f"tasks need the package lm_eval, which is not installed: {how_to_install('lm-eval')}")
-        self.names, self.limit = [name.strip() for name in names.split(",")], limit
-        self._manager = _task_manager(folder)
-        for name in self.names:
-            if name not in self._manager.all_tasks:
-                raise ConfigError(f"there is no task {quoted(name)}; {nearest(name, self._manager.all_tasks)}")
+        self.names, self.limit, self._manager = _listed(names), limit, manager
         prepare_once(self._load, "the documents of tasks")
         self._judged = harness_model(model, None, tokenizer, ends, length=length, rows=rows)
 
@@ -99,6 +92,26 @@ class Tasks:
         # The harness returns nothing where a launcher's LOCAL_RANK is not 0.
         results = {task: _numbers(values) for task, values in done["results"].items()} if done else {}
         return TaskResults(json.loads(broadcast("the results of tasks", json.dumps(results))))
+
+
+def known_tasks(names: str, folder: str) -> Any:
+    """The harness's manager of its tasks, or of those described in a folder, which has these. Descriptions may name
+    code, which is then run.
+
+    Raises:
+        ConfigError: `lm_eval` is not installed, or there is no such task.
+    """
+    if importlib.util.find_spec("lm_eval") is None:
+        raise ConfigError(f"tasks need the package lm_eval, which is not installed: {how_to_install('lm-eval')}")
+    manager = _task_manager(folder)
+    for name in _listed(names):
+        if name not in manager.all_tasks:
+            raise ConfigError(f"there is no task {quoted(name)}; {nearest(name, manager.all_tasks)}")
+    return manager
+
+
+def _listed(names: str) -> list[str]:
+    return [name.strip() for name in names.split(",")]
 
 
 def _task_manager(folder: str) -> Any:

@@ -24,9 +24,9 @@ from parallax.config.sections import (
 )
 from parallax.config.settings import Settings
 from parallax.errors import LONGEST_PATH, ConfigError, divisors, listed, quoted
+from parallax.hardware.chips import LANES
 from parallax.model.families import CONTEXTS, GATHERED, RING, WHOLE
 from parallax.model.kernels.cudnn import WINDOWS_SINCE, cudnn_version, widest_head
-from parallax.model.kernels.pallas import LANES
 from parallax.model.kernels.platforms import ATTENTION_KERNELS
 from parallax.model.kernels.triton import TRITON_WIDEST
 from parallax.model.products import WIDEST_BLOCKS

@@ -12,7 +12,6 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from parallax.config.sections import AXES, INFERRED, MeshConfig
 from parallax.errors import ConfigError, divisors
-from parallax.hardware.chips import GPUS
 from parallax.hardware.devices import start_devices
 
 SLOW_AXES = ("replica", "pp")  # axes that may use the network between slices; dp and tp send too much
@@ -94,7 +93,7 @@ def is_for_gpus(mesh: Mesh | AbstractMesh) -> bool:
     """Whether the devices of a mesh are GPUs, or those that an abstract mesh names."""
     if isinstance(mesh, Mesh):
         return mesh.devices.flat[0].platform == "gpu"
-    return mesh.abstract_device is not None and mesh.abstract_device.device_kind in GPUS
+    return mesh.abstract_device is not None and not mesh.abstract_device.platform
 
 
 def host_numbers(devices: Sequence[Any], *, here: bool) -> list[int]:

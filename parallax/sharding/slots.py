@@ -9,11 +9,10 @@ import numpy as np
 from jax import Array, lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
+from parallax.hardware.chips import LANES
 from parallax.sharding.collectives import as_varying, varying_axes
 from parallax.sharding.host import argument_to_device, is_on_host, to_device, to_host
 from parallax.sharding.platform import platform_traced
-
-TILE_WIDTH = 128  # entries of a TPU's tile along the fastest dim
 
 
 def zeros(like: Any, *leading: int) -> Array:
@@ -75,7 +74,7 @@ def write_slot(stacked: Any, values: Any, *numbers: Array | int) -> Any:
 def row_major(x: Array) -> Array:
     """The same array in row-major memory layout, with the last dim fastest; [B, S, F] as XLA has it if tiles would pad
     a wide F: then S is fastest, and the array would be copied."""
-    if x.ndim == 3 and x.shape[-1] > TILE_WIDTH and x.shape[-1] % TILE_WIDTH:
+    if x.ndim == 3 and x.shape[-1] > LANES and x.shape[-1] % LANES:
         return x
     return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
 

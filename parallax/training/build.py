@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from parallax.analysis.planned.devices import check_fits
 from parallax.checkpoint.steps import complete_steps
 from parallax.config.sections import ALL_BATCHES
-from parallax.config.settings import Settings, code_of, read_settings
+from parallax.config.settings import Settings, check_has_experts, code_of, read_settings
 from parallax.data import MixedReader, Reader
 from parallax.data.tokenizer import Tokenizer
 from parallax.display.progress import waiting
@@ -43,6 +43,8 @@ class RunComponents(NamedTuple):
 
 def build(settings: Settings, folder: RunFolder) -> RunComponents:
     """Mesh, data, model and optimizer; all checks between sections happen here."""
+    if not complete_steps(folder.checkpoints):  # a run of an earlier version may go on
+        check_has_experts(settings)
     mesh = make_mesh(settings.mesh)
     use_compile_cache(settings.train.compile_cache)
     job.connect_devices(mesh)

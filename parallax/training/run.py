@@ -25,7 +25,7 @@ from parallax.hardware.devices import simulate_devices, start_devices
 from parallax.hardware.sensors import local_sensors
 from parallax.inference.ends import ends_of
 from parallax.inference.generate import complete, stays_text
-from parallax.interop.harness import Tasks
+from parallax.interop.harness import Tasks, known_tasks
 from parallax.processes import job
 from parallax.step.step import (
     TrainState,
@@ -145,6 +145,11 @@ def train(
             return Outcome("nothing to do", start)
         for warning in warnings:
             logger.say(warning)
+        if fresh and settings.model.lora_rank and not settings.train.first_run:
+            logger.say(
+                f"warning: model.lora_rank={settings.model.lora_rank} trains adapters alone, beside weights that are "
+                "random: train.init_from names the run whose weights they are for"
+            )
         try:
             outcome = run_to_end(components, folder, logger, stop, start, fresh=fresh, resume=resume, began=began)
         except BaseException as error:
@@ -463,6 +468,7 @@ def tasks_of(components: RunComponents) -> Callable[[Any], dict[str, float]] | N
         return None
     tokenizer = components.train_data.tokenizer
     ends = ends_of(tokenizer, components.settings.model.vocab, components.of_import)
-    options = dict(folder=train.tasks_folder, limit=train.tasks_limit, length=data.longest_seq, rows=data.global_batch)
-    tasks = Tasks(components.model, tokenizer, ends, train.tasks, **options)
+    manager = known_tasks(train.tasks, train.tasks_folder)
+    options = dict(limit=train.tasks_limit, length=data.longest_seq, rows=data.global_batch)
+    tasks = Tasks(components.model, tokenizer, ends, train.tasks, manager, **options)
     return lambda params: tasks(params).by_metric

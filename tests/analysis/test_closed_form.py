@@ -35,7 +35,7 @@ def settings_of(batch=64, seq=128, mesh=None, **model):
 
 def sampled(settings, topology, count=SAMPLED):
     """Legal layouts drawn at random, each with its traced estimate."""
-    drawn, every = random.Random(SEED), [*choices(settings, topology.devices)]
+    drawn, every = random.Random(SEED), [*choices(settings, topology)]
     while count:
         choice = drawn.choice(every)
         try:
@@ -105,7 +105,7 @@ def test_bounds_without_moves_are_below_prices_whatever_is_moved(topology, chang
     """Of time, and of memory. Layouts with the same moves have them whichever of them was priced first."""
     topology, settings = read_topology(topology), settings_of(**changes)
     closed, drawn = ClosedForm(settings, topology), random.Random(SEED)
-    least, every = LeastWork(settings, topology, model_on_topology(settings, topology)), [*choices(settings, 8)]
+    least, every = LeastWork(settings, topology, model_on_topology(settings, topology)), [*choices(settings, topology)]
     of_moves: dict[int, list] = {}
     while len(of_moves) < SAMPLED or max(map(len, of_moves.values())) < 2:
         choice = drawn.choice(every)

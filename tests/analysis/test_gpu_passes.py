@@ -5,11 +5,16 @@ from collections import Counter
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import pytest
 from jax import lax
+from support.stand_ins import Chip, ChipMesh
 
 from parallax.analysis.planned.gpu_passes import GpuPasses
-from parallax.analysis.traced.trace import abstract_mesh, walk
+from parallax.analysis.traced.trace import abstract_mesh, as_traced, walk
+from parallax.hardware.chips import chip, name_of_kind
 from parallax.model.experts.grouped import MOST_ROWS, grouped_dot, grouped_sums
+from parallax.sharding.mesh import is_for_gpus
 from parallax.sharding.platform import platform_planned, platform_traced
 
 ROWS, WIDE, GROUPS, HALF = 4096, 64, 2, jnp.bfloat16
@@ -19,9 +24,9 @@ def array(*shape, dtype=HALF):
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
-def passes_of(function, *arrays, chip="NVIDIA H100"):
+def passes_of(function, *arrays, gpu="NVIDIA H100"):
     """Bytes that each kind of operation moves in a program for these chips."""
-    with jax.sharding.use_abstract_mesh(abstract_mesh({"dp": 1}, chip=chip)):
+    with jax.sharding.use_abstract_mesh(abstract_mesh({"dp": 1}, gpu=gpu)):
         program = jax.make_jaxpr(function)(*arrays)
     passes = GpuPasses(program)
     return +walk(program, rank={}, count=lambda one, _: Counter({one.primitive.name: passes.bytes(one) or 0}))
@@ -29,9 +34,32 @@ def passes_of(function, *arrays, chip="NVIDIA H100"):
 
 def test_a_plan_for_gpus_has_their_platform():
     assert platform_traced() == platform_planned() == "cpu"
-    for chip, platform in {"NVIDIA H100": "gpu", "NVIDIA L4": "gpu", "TPU v5p": ""}.items():
-        with jax.sharding.use_abstract_mesh(abstract_mesh({"dp": 1}, chip=chip)):
+    for name, platform in {"H100": "gpu", "L4": "gpu", "v5p": ""}.items():
+        with jax.sharding.use_abstract_mesh(abstract_mesh({"dp": 1}, gpu=chip(name).gpu)):
             assert platform_traced() == "" and platform_planned() == platform
+
+
+class ModelOnGpu:
+    """As much of a model on a GPU of this kind as says which program is read."""
+
+    changes_in_loops, axis_sizes = True, {"dp": 1}
+
+    def __init__(self, kind="", mesh=None):
+        self.mesh = mesh or ChipMesh(np.array([Chip("gpu", kind)]), ("dp",))
+
+    def replace(self, mesh):
+        return ModelOnGpu(mesh=mesh)
+
+
+@pytest.mark.parametrize(("kind", "form"), [("NVIDIA L40S", "gmm_rows"), ("Tesla T4", "scan")])
+def test_the_program_for_a_gpu_that_is_not_in_the_table_is_read_with_the_kernels_that_it_runs(kind, form):
+    """So that the predicted memory and times of its experts are those of the same program."""
+    assert not name_of_kind(kind)
+    mesh = as_traced(ModelOnGpu(kind)).mesh
+    assert is_for_gpus(mesh)
+    with jax.sharding.use_abstract_mesh(mesh):
+        arrays = array(ROWS, WIDE), array(GROUPS, WIDE, WIDE), array(GROUPS, dtype=jnp.int32)
+        assert form in str(jax.make_jaxpr(grouped_dot)(*arrays))
 
 
 def test_kernels_for_groups_make_no_passes():

@@ -18,7 +18,7 @@ from test_plan import tiny as tiny_settings
 
 from parallax.analysis.compiled.program import costs_of, read_hlo_text
 from parallax.analysis.planned.closed_form import ClosedForm
-from parallax.analysis.planned.layouts import Choice, build_if_legal, flags_of, model_on_topology
+from parallax.analysis.planned.layouts import Choice, build_if_legal, choices, flags_of, model_on_topology
 from parallax.analysis.planned.plan import plan, plan_heading, single_changes
 from parallax.analysis.planned.step_time import (
     Clock,
@@ -237,6 +237,20 @@ def test_a_plan_refuses_hosts_on_which_expert_ranks_are_not():
             model_on_topology(over_hosts(hosts), read_topology(topology))
     with pytest.raises(ConfigError, match="use exchange_hosts=1 on TPUs"):
         model_on_topology(over_hosts(2), FOUR)
+
+
+def test_a_search_has_each_layout_s_own_number_of_hosts_for_its_experts():
+    """Where the settings ask for an exchange over hosts: else they would be those of other layouts, and illegal."""
+    tried = [*choices(over_hosts(2), TWO_HOSTS)]
+    own = {(choice.ep, choice.tp, choice.cp): choice.exchange_hosts for choice in tried if choice.ep > 1}
+    assert own == {(2, 1, 1): 1, (2, 2, 1): 2, (4, 1, 1): 2}
+    shapes = {choice.mesh: choice for choice in tried if choice.schedule == "gpipe" and choice.ep > 1}
+    assert {"1·2·1 ep=2 ragged", "1·1·2 ep=2 ragged on 2 hosts", "1·1·1 ep=4 ragged on 2 hosts"} < {*shapes}
+    for choice in shapes.values():
+        assert build_if_legal(choice._replace(microbatches=1).applied(over_hosts(2)), TWO_HOSTS), choice
+    assert {choice.exchange_hosts for choice in choices(over_hosts(1), TWO_HOSTS)} == {1}
+    changes = [*single_changes(over_hosts(2), TWO_HOSTS)]
+    assert {"mesh.dp": 2, "mesh.ep": 2, "layout.exchange_hosts": 1} in changes
 
 
 @pytest.mark.slow

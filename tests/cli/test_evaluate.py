@@ -147,7 +147,7 @@ def test_bytes_that_a_tokenizer_does_not_give_back_are_estimated_and_said(observ
     [
         ([], 2, "--workdir is required: the folder of the run"),
         (["--workdir=nowhere"], 3, "--workdir=nowhere is not the folder of a run: it has no config.json"),
-        (["--workdir={run}", "--data=nowhere.txt"], 5, "data.path='nowhere.txt': a match of this file, folder or glob"),
+        (["--workdir={run}", "--data=nowhere.txt"], 5, "data.path='nowhere.txt': there is no such file or folder"),
         (["--workdir={run}", "--step=5"], 3, "there is no checkpoint of step 5 in"),
         (["--workdir={run}", "--config.mesh.tp=3"], 2, "choose with --config.mesh.pp, --config.mesh."),
     ],

@@ -11,8 +11,14 @@ from jax.sharding import AbstractMesh
 
 from configs.base import get_config
 from parallax.cli.command import read_command
-from parallax.config.sections import ALL_AXES, AXES, RESIDUAL_VALUES, SECTIONS, MeshConfig
-from parallax.config.settings import read_settings
+from parallax.config.sections import (
+    ALL_AXES,
+    AXES,
+    RESIDUAL_VALUES,
+    SECTIONS,
+    MeshConfig,
+)
+from parallax.config.settings import EXPERT_KEYS, check_has_experts, read_settings
 from parallax.errors import ConfigError
 from parallax.model.checks import check_divides, check_layouts
 from parallax.sharding.layout import named_leaves
@@ -142,6 +148,37 @@ def test_any_value_of_a_mixtures_key_is_taken_or_refused_in_one_line_that_names_
     section, name = key.split(".")
     for value in [*NUMBERS, *TEXTS, *OTHERS, *KINDS]:
         refusal(key, read_settings, BASE | MIXTURE, **{section: {name: value}})
+
+
+@pytest.mark.parametrize("key", EXPERT_KEYS)
+def test_a_key_of_experts_is_refused_where_no_layer_has_any(key):
+    section, name = key.split(".")
+    default = SECTIONS[section].__dataclass_fields__[name].default
+    texts = {"router_score": "sigmoid", "expert_activation": "clamped", "exchange": "ragged"}
+    changed = {section: {name: texts.get(name, not default if isinstance(default, bool) else 2 * default or 1)}}
+    message = refusal(key, check_has_experts, read_settings(BASE, **changed))
+    assert "does nothing with model.layers_of='', which has no layer of experts; use " in message
+    assert f"use {name}={default!r}, or layers_of='moe*4'." in message
+    flag = f"--config.{key}={changed[section][name]}"
+    assert message in refusal(key, read_command, ["plan", "--config=configs/base.py", flag], {})
+
+
+def test_a_key_of_experts_is_taken_where_a_layer_has_some_or_is_a_class_of_the_users():
+    mixture = read_settings(
+        BASE, model={"layers_of": "dense*2 moe*2", "experts": 16}, loss={"balance_coefficient": 1.0}
+    )
+    check_has_experts(mixture)
+    check_has_experts(
+        dataclasses.replace(mixture, model=dataclasses.replace(mixture.model, layers_of="", mlp="mine:MLP"))
+    )
+
+
+def test_keys_of_experts_are_those_of_the_model_its_layout_loss_and_optimizer():
+    assert len(EXPERT_KEYS) == 20 and {*EXPERT_KEYS} >= {
+        "model.experts",
+        "layout.exchange_hosts",
+        "optimizer.balance_rate",
+    }
 
 
 @pytest.mark.parametrize("kinds", KINDS, ids=range(len(KINDS)))

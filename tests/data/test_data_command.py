@@ -95,7 +95,7 @@ def test_inspect_names_the_damaged_shard(tmp_path, capsys):
         ("--source moby --tokenizer bpe --bpe-vocab 257 --reserve <a>", 2, "258 hold the bytes and the end of a"),
         ("--source moby --tokenizer gpt", 2, "tokenizer='gpt' is unknown"),
         ("--source text --path ['a' --tokenizer bytes", 2, "--path=\"['a'\" is not a list of paths"),
-        ("--source text --path nowhere --tokenizer bytes", 5, "path='nowhere': a match of this file"),
+        ("--source text --path nowhere --tokenizer bytes", 5, "path='nowhere': there is no such file or folder"),
         ("--source moby --tokenizer nowhere.json", 5, "tokenizer 'nowhere.json' does not exist"),
     ],
 )

@@ -58,7 +58,7 @@ def test_several_paths_are_read_in_their_order_each_file_once(tmp_path):
     paths = [str(tmp_path / "z.jsonl"), str(tmp_path / "more"), str(tmp_path / "*.jsonl")]
     source = open_source("jsonl", path=paths, field="text", synthetic_tokens=0)
     assert [*source.documents()] == ["z", "a", "b"] and source.description["files"] == 3
-    with pytest.raises(DataError, match=r"data.path='.*/no\*.jsonl': a match of this file, folder or glob does not"):
+    with pytest.raises(DataError, match=r"data.path='.*/no\*.jsonl': nothing matches this glob"):
         open_source("jsonl", path=[*paths, str(tmp_path / "no*.jsonl")], field="text", synthetic_tokens=0)
 
 
@@ -162,7 +162,7 @@ def test_what_is_left_out_of_a_folder_is_said_with_counts(tmp_path, caplog):
 
 def test_only_files_of_other_endings_are_an_error_that_counts_them(tmp_path):
     write(tmp_path, a__csv="no", b__csv="no")
-    with pytest.raises(DataError, match=r"a file that ends in \.parquet does not exist .*leaving out 2: 2 with the"):
+    with pytest.raises(DataError, match=r"this folder has no file that ends in \.parquet .*leaving out 2: 2 with the"):
         documents("parquet", tmp_path)
 
 
@@ -279,11 +279,11 @@ def test_equal_descriptions_are_of_equal_documents(tmp_path):
 @pytest.mark.parametrize(
     "kind, path, message",
     [
-        ("text", "nothing.txt", r"nothing\.txt': a match of this file, folder or glob does not exist"),
-        ("text", "*.txt", r"\*\.txt': a match of this file, folder or glob does not exist"),
-        ("text", "empty", "empty': a file does not exist"),
-        ("jsonl", "empty", r"a file that ends in \.jsonl or \.ndjson or \.json does not exist"),
-        ("parquet", "empty", r"a file that ends in \.parquet does not exist"),
+        ("text", "nothing.txt", r"nothing\.txt': there is no such file or folder"),
+        ("text", "*.txt", r"\*\.txt': nothing matches this glob"),
+        ("text", "empty", "empty': this folder has no file"),
+        ("jsonl", "empty", r"this folder has no file that ends in \.jsonl or \.ndjson or \.json"),
+        ("parquet", "empty", r"this folder has no file that ends in \.parquet"),
     ],
 )
 def test_no_files_are_an_error_that_names_the_place(kind, path, message, tmp_path):

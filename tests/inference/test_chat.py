@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import json
+import shutil
 import sys
 
 import pytest
@@ -136,3 +137,42 @@ def test_what_does_not_fit_together_is_one_line(whole_run, tmp_path, capsys, mon
     monkeypatch.chdir(tmp_path)
     assert main([f"--workdir={whole_run}", *flags, *ONE_DEVICE]) > 0
     assert message in capsys.readouterr().err.splitlines()[-1]
+
+
+NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system here') }}{% endif %}" + PLAIN_TEMPLATE
+OF_SYSTEM = {"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "It"}]}
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--chat"], "has no chat template"),
+        (["--chat", "--template=nothing"], "--template='nothing' is no file; name one, or one of chatml"),
+        (["--chat", "--template=no_system.jinja", "--system=s"], "refuses the messages: no system here"),
+        (["--prompts=asked.jsonl", "--template=no_system.jinja"], "refuses the messages: no system here"),
+        (["--prompts=asked.jsonl"], "has no chat template"),
+    ],
+)
+def test_a_template_is_refused_before_a_model_is_loaded(whole_run, tmp_path, capsys, monkeypatch, flags, message):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("parallax.cli.generate.load_trained", lambda *_: pytest.fail("it was loaded"))
+    (tmp_path / "no_system.jinja").write_text(NO_SYSTEM)
+    (tmp_path / "asked.jsonl").write_text(json.dumps(OF_SYSTEM))
+    assert main([f"--workdir={whole_run}", *flags, *ONE_DEVICE]) > 0
+    assert message in capsys.readouterr().err.splitlines()[-1]
+    with pytest.raises(pytest.fail.Exception):  # without a system's message it answers
+        main([f"--workdir={whole_run}", "--chat", "--template=no_system.jinja", *ONE_DEVICE])
+
+
+def test_a_step_whose_template_is_damaged_does_not_end_a_conversation_with_the_one_before(
+    whole_run, tmp_path, capsys, monkeypatch
+):
+    run = tmp_path / "run"
+    shutil.copytree(whole_run, run)
+    newest = max((run / "checkpoints").iterdir(), key=lambda folder: int(folder.name))
+    shutil.copytree(newest, newest.with_name(str(int(newest.name) + 1)))
+    (newest / "chat_template.jinja").write_text(PLAIN_TEMPLATE)
+    (newest.with_name(str(int(newest.name) + 1)) / "chat_template.jinja").write_text("{% for")
+    monkeypatch.setattr("parallax.cli.generate.load_trained", lambda *_: pytest.fail("it was loaded"))
+    with pytest.raises(pytest.fail.Exception):
+        main([f"--workdir={run}", "--chat", *ONE_DEVICE])

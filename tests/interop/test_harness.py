@@ -45,6 +45,8 @@ def test_flags_of_tasks_that_do_not_fit_are_refused(observed_run, capsys, flags,
 
 
 def test_without_the_harness_a_line_says_how_to_get_it(observed_run, monkeypatch, capsys):
+    """Before the model is loaded."""
+    monkeypatch.setattr("parallax.cli.evaluate.load_trained", lambda *_: pytest.fail("it was loaded"))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert main(["evaluate", f"--workdir={observed_run}", "--tasks=arc_easy"]) == 2
     said = capsys.readouterr().err.splitlines()[-1]

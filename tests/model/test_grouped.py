@@ -196,7 +196,7 @@ def test_gpus_have_kernels_for_rows_that_they_read_in_whole(dtype, width, kind, 
 @pytest.mark.parametrize("chip", GPU_TARGETS)
 def test_tiles_fit_the_shared_memory_of_the_chip(chip):
     """Of each of the reads that are under way, one of rows, and of matrices one, or those of gate and up."""
-    with jax.sharding.use_abstract_mesh(abstract_mesh({"dp": 1}, chip=chip)):
+    with jax.sharding.use_abstract_mesh(abstract_mesh({"dp": 1}, gpu=chip)):
         for matrices in (1, 2):
             tile = grouped_triton.tile_of(16384, 8, 4096, 2048, products=matrices)
             read_bytes = 2 * tile.inner * (tile.rows + matrices * tile.columns)

@@ -124,6 +124,20 @@ def test_other_commands_say_it_on_stderr(capsys):
     assert captured.err.startswith("warning: optimizer.warmup_steps=20 is ") and captured.err.count("\n") == 1
 
 
+@pytest.mark.parametrize("rank", [0, 2])
+def test_adapters_beside_random_weights_are_said(corpus, tmp_path, monkeypatch, capsys, rank):
+    """Who forgets train.init_from would fine-tune noise."""
+
+    def begin(*_, **__):
+        raise InterruptedError("it has begun")
+
+    monkeypatch.setattr("parallax.training.run.run_to_end", begin)
+    with pytest.raises(InterruptedError):
+        train(tiny_config(corpus, **{"model.lora_rank": rank}), tmp_path / "run")
+    said = "warning: model.lora_rank=2 trains adapters alone, beside weights that are random: train.init_from names"
+    assert (said in capsys.readouterr().out) == (rank > 0)
+
+
 @pytest.mark.slow
 def test_a_run_with_a_cut_warm_up_goes_on_as_the_same_run(corpus, tmp_path, monkeypatch):
     changes = {"optimizer.warmup_steps": 100, "train.steps": 200, "train.profile_steps": "50:52", "model.layers": 1}

@@ -365,7 +365,7 @@ class ClosedForm:
         return *self._traced_as(choice), choice.remat, self._divides(choice)
 
     def _traced_as(self, choice: Choice) -> tuple:
-        exchange = choice.exchange if choice.ep > 1 else AUTO
+        exchange = (choice.exchange, choice.exchange_hosts) if choice.ep > 1 else (AUTO, 1)
         return choice.tp, choice.cp, choice.ep, exchange, choice.context, choice.order, self._sends_again(choice)
 
     def _sends_again(self, choice: Choice) -> bool:

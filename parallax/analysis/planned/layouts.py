@@ -35,7 +35,7 @@ SEVERAL = [(name, v) for name in SCHEDULES for v in (VIRTUAL if name == "interle
 # The config section of each setting that a sweep varies.
 CHOSEN_AXES = ("pp", "dp", "cp", "ep", "tp")
 SECTION_OF = dict.fromkeys(CHOSEN_AXES, "mesh") | {"prefetch": "fsdp"}
-SECTION_OF |= dict.fromkeys(("context", "exchange", "order"), "layout")
+SECTION_OF |= dict.fromkeys(("context", "exchange", "order", "exchange_hosts"), "layout")
 SECTION_OF |= dict.fromkeys(("microbatches", "schedule", "virtual", "remat", "grads_dtype", "grads_on"), "pipeline")
 SECTION_OF |= dict.fromkeys(("policy", "exceptions"), "data_parallel")
 # Dtype and memory of sums of gradients that are smaller on the device, those that cost the least time first.
@@ -76,6 +76,7 @@ class Choice(NamedTuple):
     grads_dtype: str = "float32"
     grads_on: str = DEVICE
     order: str = ZIGZAG
+    exchange_hosts: int = 1
 
     @classmethod
     def of(cls, settings: Settings) -> "Choice":
@@ -91,6 +92,7 @@ class Choice(NamedTuple):
         """
         further = f" cp={self.cp} {self.keys}" * (self.cp > 1) + f" ep={self.ep}" * (self.ep > 1)
         further += f" {self.exchange}" * (self.ep > 1 and self.exchange != AUTO)
+        further += f" on {self.exchange_hosts} hosts" * (self.ep > 1 < self.exchange_hosts)
         return f"{self.pp}·{self.dp}·{self.tp}{further}"
 
     @property
@@ -113,7 +115,8 @@ class Choice(NamedTuple):
         """A layout with the same sizes, microbatches and prefetch, all that `estimate` reads of one besides its
         work."""
         others = dict(schedule="gpipe", virtual=1, remat="layer", policy="zero3", exceptions="", context="all_gather")
-        return self._replace(**others, exchange=AUTO, grads_dtype="float32", grads_on=DEVICE, order=ZIGZAG)
+        exchange = dict(exchange=AUTO, exchange_hosts=1)
+        return self._replace(**others, **exchange, grads_dtype="float32", grads_on=DEVICE, order=ZIGZAG)
 
     @property
     def sums(self) -> tuple[str, str]:
@@ -197,21 +200,39 @@ def policies(pp: int, ranks: int) -> list[tuple[str, str, int]]:
     return [*((policy, "", 0) for policy in POLICY_NAMES), ("zero3", "", 1), *[("zero1", SHARDED_TABLES, 0)] * (pp > 1)]
 
 
-def choices(settings: Settings, devices: int, *, slices: int = 1) -> Iterator[Choice]:
-    """Every combination worth trying on this number of devices in so many slices, with the settings' sizes of axes that
-    no sweep varies; some may not be legal."""
-    beside = ranks_beside(settings.mesh)
+def choices(settings: Settings, topology: Topology) -> Iterator[Choice]:
+    """Every combination worth trying on a topology's devices, with the settings' sizes of axes that no sweep varies;
+    some may not be legal."""
+    beside, devices = ranks_beside(settings.mesh), topology.devices
     for cp, context in contexts(settings, devices // beside):
         for ep in expert_ranks(settings.model, devices // beside // cp):
             for pp, dp, tp in factorisations(devices // beside // cp // ep):
                 rows_fit = settings.data.global_batch % (beside * dp * ep) == 0
                 sizes = unchosen_sizes(settings.mesh) | {"pp": pp}
-                crosses = any(sizes.get(axis, 1) % slices == 0 for axis in SLOW_AXES)
+                crosses = any(sizes.get(axis, 1) % topology.slices == 0 for axis in SLOW_AXES)
                 if rows_fit and crosses and _context_fits(settings.model, cp, tp, context):
-                    yield from _choices_on(settings, pp, dp, tp, cp, context, ep)
+                    sharded = dict(pp=pp, dp=dp, tp=tp, cp=cp, ep=ep)
+                    hosts = with_own_hosts(Choice.of(settings)._replace(**sharded), settings, topology).exchange_hosts
+                    yield from _choices_on(settings, pp, dp, tp, cp, context, ep, hosts)
 
 
-def _choices_on(settings: Settings, pp: int, dp: int, tp: int, cp: int, context: str, ep: int) -> Iterator[Choice]:
+def with_own_hosts(choice: Choice, settings: Settings, topology: Topology) -> Choice:
+    """The layout, where the settings ask for an exchange over hosts, with the number of those on which its own expert
+    ranks are; 1 if hosts have no equal parts of them. With one such rank it stays as it is: nothing is exchanged."""
+    if settings.layout.exchange_hosts == 1 or choice.ep == 1:
+        return choice
+    return choice._replace(exchange_hosts=hosts_of_experts(choice.applied(settings), topology) or 1)
+
+
+def hosts_of_experts(settings: Settings, topology: Topology) -> int:
+    """The number of hosts of GPUs on which expert ranks are; 0 if these have no equal parts of them."""
+    crosses = topology.has_gpu_hosts and settings.mesh.ep > 1
+    return topology.hosts_along(settings.mesh.sizes, EXPERT_AXIS) if crosses else 1
+
+
+def _choices_on(
+    settings: Settings, pp: int, dp: int, tp: int, cp: int, context: str, ep: int, hosts: int
+) -> Iterator[Choice]:
     sets = sets_to_try(settings.model, seq=settings.data.seq, exchanges=ep > 1)
     sums = settings.pipeline.grads_dtype, settings.pipeline.grads_on
     for microbatches in divisors(settings.data.global_batch // (ranks_beside(settings.mesh) * dp * ep)):
@@ -219,7 +240,8 @@ def _choices_on(settings: Settings, pp: int, dp: int, tp: int, cp: int, context:
             for remat in sets:
                 for policy in policies(pp, dp * cp * ep):
                     shape = pp, dp, tp, microbatches, schedule, virtual, remat, *policy
-                    yield Choice(*shape, cp, context, ep, settings.layout.exchange, *sums, order_to_try(settings, cp))
+                    exchange, order = settings.layout.exchange, order_to_try(settings, cp)
+                    yield Choice(*shape, cp, context, ep, exchange, *sums, order, hosts)
 
 
 def order_to_try(settings: Settings, cp: int) -> str:
@@ -268,10 +290,9 @@ def model_on_topology(settings: Settings, topology: Topology) -> ShardedModel:
             "use kernel='xla', or --topology for chips that have it."
         )
     axis_between_slices(settings.mesh.sizes, topology.slices)
-    ranks, crosses = settings.mesh.ep, chip.platform == "gpu" and settings.mesh.ep > 1
-    hosts = topology.hosts_along(settings.mesh.sizes, EXPERT_AXIS) if crosses else None
-    check_exchange(settings.layout, ranks, chip.platform, hosts)
-    mesh = abstract_mesh(settings.mesh.sizes, simulated=settings.mesh.simulate > 0, chip=chip.name)
+    hosts = hosts_of_experts(settings, topology) if chip.platform == "gpu" else None
+    check_exchange(settings.layout, settings.mesh.ep, chip.platform, hosts)
+    mesh = abstract_mesh(settings.mesh.sizes, simulated=settings.mesh.simulate > 0, gpu=chip.gpu)
     model = model_of(settings, mesh)
     model.check_batch(settings.data.global_batch, settings.data.seq)
     predicted_state(model)  # for its checks

@@ -17,9 +17,11 @@ from parallax.analysis.planned.layouts import (
     SHARDED_TABLES,
     Choice,
     flags_of,
+    hosts_of_experts,
     order_to_try,
     ranks_beside,
     with_keys,
+    with_own_hosts,
 )
 from parallax.analysis.planned.step_time import (
     PUBLISHED_OVER_PLANNED,
@@ -42,7 +44,7 @@ from parallax.hardware.chips import KERNEL_EFFICIENCY
 from parallax.model.experts.exchange import EXCHANGES
 from parallax.model.experts.exchange_costs import exchange_of, exchanged_rows, share_of_host
 from parallax.model.kernels.platforms import ATTENTION_KERNELS
-from parallax.sharding.activations import BATCH_AXES, EXPERT_AXIS
+from parallax.sharding.activations import BATCH_AXES
 from parallax.sharding.compiler import hides_reduce_scatters
 from parallax.sharding.host import HOST
 from parallax.sharding.plan import DATA_AXES
@@ -328,7 +330,8 @@ def single_changes(settings: Settings, topology: Topology) -> Iterator[dict[str,
     chip, optimizer, layout = topology.chip, settings.optimizer, Choice.of(settings)
     further = ["cp"] * (layout.cp > 1) + ["ep"] * (layout.ep > 1 or settings.model.has_mixtures)
     sets = sets_to_try(settings.model, seq=settings.data.seq, exchanges=layout.ep > 1)
-    yield from map(layout.keys_to, layout.variations(further, sets))
+    varied = (with_own_hosts(other, settings, topology) for other in layout.variations(further, sets))
+    yield from map(layout.keys_to, varied)
     if (order := order_to_try(settings, layout.cp)) != layout.order:
         yield {"layout.order": order}
     for kernel, runs in ATTENTION_KERNELS.items():
@@ -339,12 +342,12 @@ def single_changes(settings: Settings, topology: Topology) -> Iterator[dict[str,
         # On TPUs an exchange loads the links of a torus more, but compute waits for rings unless SparseCores run them.
         if settings.fsdp.reduce == "float32":
             yield {"fsdp.reduce": "compute"}
-        elif has_gpu_hosts(topology) or hides_reduce_scatters(chip.name):
+        elif topology.has_gpu_hosts or hides_reduce_scatters(chip.name):
             yield {"fsdp.reduce": "float32"}
     if settings.fsdp.bucket == "parameter" and layout.data_ranks > 1:
         yield {"fsdp.bucket": "module"}
     now = _exchange(settings, topology)
-    asked, hosts = settings.layout.exchange_hosts, _hosts_of_experts(settings, topology)
+    asked, hosts = settings.layout.exchange_hosts, hosts_of_experts(settings, topology)
     one_level = {"layout.exchange_hosts": 1} if asked > 1 else {}
     yield from ({"layout.exchange": exchange} | one_level for exchange in EXCHANGES if now and exchange != now)
     if now and asked > 1:
@@ -371,17 +374,6 @@ def single_changes(settings: Settings, topology: Topology) -> Iterator[dict[str,
     where |= {f"pipeline.{key}": getattr(settings.pipeline, key) for key in ("residuals_on", "grads_on")}
     # Only if the speed of the chip's link to the host is known.
     yield from ({key: HOST} for key, memory in where.items() if chip.host_bandwidth and memory != HOST)
-
-
-def has_gpu_hosts(topology: Topology) -> bool:
-    """Whether these are GPUs on several hosts."""
-    return topology.chip.platform == "gpu" and topology.devices > topology.shape[-1]
-
-
-def _hosts_of_experts(settings: Settings, topology: Topology) -> int:
-    """The number of hosts of GPUs on which expert ranks are."""
-    crosses = has_gpu_hosts(topology) and settings.mesh.ep > 1
-    return topology.hosts_along(settings.mesh.sizes, EXPERT_AXIS) if crosses else 1
 
 
 def _exchange(settings: Settings, topology: Topology) -> str:
@@ -552,7 +544,7 @@ def compiled_lines(made: CompiledStep, topology: Topology) -> Iterator[str]:
         ]
         yield from ["", *text_table(head, rows, left=1)] * bool(rows)
         chip = topology.chip
-        hosts = f" and {chip.dcn_bandwidth / 1e9:g} GB/s between hosts" * has_gpu_hosts(topology)
+        hosts = f" and {chip.dcn_bandwidth / 1e9:g} GB/s between hosts" * topology.has_gpu_hosts
         links = f"; messages at {chip.ici_bandwidth * chip.ici_links / 1e9:g} GB/s within a host{hosts}"
         yield ""
         yield (

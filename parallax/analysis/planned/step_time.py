@@ -76,11 +76,10 @@ from parallax.config.settings import Settings
 from parallax.display.tables import LEAST_SHOWN, Table
 from parallax.display.units import percent
 from parallax.errors import ConfigError
-from parallax.hardware.chips import KERNEL_EFFICIENCY, Chip, mfu
+from parallax.hardware.chips import KERNEL_EFFICIENCY, LANES, Chip, mfu
 from parallax.jaxprs import SCALED_MATMUL
 from parallax.model.experts.grouped_kernel import BLOCK_ROWS
 from parallax.model.experts.grouped_triton import TILE_ROWS
-from parallax.model.kernels.pallas import LANES
 from parallax.pipeline import BACKWARD, FORWARD, WEIGHTS, ShardedModel
 from parallax.schedules import Schedule
 from parallax.schedules.pricing import lockstep_bubble

@@ -228,8 +228,7 @@ class LeastWork:
             mixtures = tokens * model.layer_bases.count("moe") / model.layers * model.d_model
             form = exchange_of(choice.exchange, model, choice.ep, on_cpus=self.topology.chip.platform == "cpu")
             each = {(): exchanged_rows(model, choice.ep)[form]}
-            hosts = self.settings.layout.exchange_hosts
-            if hosts > 1 and choice.ep % hosts == 0:
+            if (hosts := choice.exchange_hosts) > 1:
                 apart = choice.ep // hosts
                 between, inside = rows_over_hosts(model, choice.ep, hosts)
                 each = {tuple(range(0, choice.ep, apart)): between, tuple(range(apart)): inside}
@@ -328,8 +327,7 @@ class Sweep:
 
     def find(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
         """Bound the work of all layouts; those that cannot fit are passed over."""
-        every = choices(self.settings, self.topology.devices, slices=self.topology.slices)
-        every = [choice for choice in every if choice != self.configured]
+        every = [choice for choice in choices(self.settings, self.topology) if choice != self.configured]
         others = [choice for choice in every if choice.stages <= self.settings.model.layers]
         self.passed["not legal"] = len(every) - len(others)
         usable = self.topology.chip.usable_bytes

@@ -62,6 +62,11 @@ class Topology(NamedTuple):
         return self.chip.platform == "tpu"
 
     @property
+    def has_gpu_hosts(self) -> bool:
+        """Whether these are GPUs on several hosts."""
+        return self.chip.platform == "gpu" and self.devices > self.shape[-1]
+
+    @property
     def as_reached(self) -> "Topology":
         """The same chips with links and a network that have what messages reach of them."""
         chip, reached = self.chip, self.chip.reached
@@ -105,9 +110,10 @@ def read_topology(text: str) -> Topology:
     (128, 6.25)
     """
     if not (parts := TOPOLOGY.fullmatch(text)):
-        raise ConfigError(
-            f"--topology={text} is not a topology; write CHIP:SIZES, such as v5p:4x4x4, v5e:4x4 or H100:8 for one host."
-        )
+        right = "write CHIP:SIZES, such as v5p:4x4x4, v5e:4x4 or H100:8 for one host"
+        if re.fullmatch(r"[\w ]+-\d+", text):  # v5litepod-16
+            right += ". Of Google's names v5litepod-16 is v5e:4x4, and v5p-64, which counts cores, v5p:2x4x4"
+        raise ConfigError(f"--topology={text} is not a topology; {right}.")
     known, slices = chip(f"{parts[3]}:{parts[4]}"), int(parts[2] or 1)
     shape = tuple(map(int, parts[4].split("x")))
     if known.torus_dims and len(shape) != known.torus_dims:

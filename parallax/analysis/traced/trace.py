@@ -21,7 +21,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from parallax import jaxprs
-from parallax.hardware.chips import GPUS, name_of_kind
+from parallax.hardware.chips import name_of_kind
 from parallax.jaxprs import Loop, apply, called, closed, loop, needed
 from parallax.model import dense, families, lora, products
 from parallax.model.batch import BATCH_ARRAYS
@@ -313,12 +313,13 @@ class Steering:
             wanted = wanted | more
 
 
-def abstract_mesh(sizes: Mapping[str, int], *, simulated: bool = False, chip: str = "") -> AbstractMesh:
+def abstract_mesh(sizes: Mapping[str, int], *, simulated: bool = False, gpu: str = "") -> AbstractMesh:
     """A mesh of these sizes without devices, for tracing. With `simulated` the program is traced as for simulated
-    devices instead of accelerators. The name of the `chip` says which grouped and which microscaled products it has."""
+    devices instead of accelerators. The name of a `gpu`, or its kind as JAX has it, says which grouped and which
+    microscaled products it has."""
     device = AbstractDevice("cpu", None, "cpu") if simulated else None
-    if chip in GPUS and not simulated:
-        device = AbstractDevice(chip, None, "")
+    if gpu and not simulated:
+        device = AbstractDevice(gpu, None, "")
     axis_types = (AxisType.Auto,) * len(sizes)
     return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=axis_types, abstract_device=device)
 
@@ -340,8 +341,8 @@ def as_traced(model: ShardedModel) -> ShardedModel:
     most one turn, and residuals of a tick in that tick."""
     if not model.changes_in_loops:
         return model
-    name = name_of_kind(model.mesh.devices.flat[0].device_kind)
-    return model.replace(mesh=abstract_mesh(model.axis_sizes, chip=name))
+    kind = model.mesh.devices.flat[0].device_kind
+    return model.replace(mesh=abstract_mesh(model.axis_sizes, gpu=name_of_kind(kind) or kind))
 
 
 def update_program(step: TrainStep) -> ClosedJaxpr:

@@ -21,7 +21,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, make_group_metadata, tgmm
 
-from parallax.model.kernels.pallas import LANES, unchecked
+from parallax.hardware.chips import LANES
+from parallax.model.kernels.pallas import unchecked
 from parallax.model.mlp import SWIGLU, Activation
 from parallax.model.products import Operand, in_units
 from parallax.sharding.platform import platform_traced

@@ -19,8 +19,6 @@ from jax.sharding import PartitionSpec as P
 from parallax.model.mask import Mask
 from parallax.sharding.collectives import as_varying, bound_axis_sizes, varying_axes
 
-LANES = 128  # lanes of a TPU's vector registers; blocks are multiples of it
-
 
 def unchecked(function: Callable, *arrays: Any) -> Any:
     """`function(*arrays)` on one device, without replication types. Operands are arrays or trees; results vary over

@@ -11,7 +11,8 @@ from jax import Array, lax
 from jax.experimental.pallas.ops.tpu import splash_attention as splash
 from jax.tree_util import Partial
 
-from parallax.model.kernels.pallas import LANES, pallas_attention
+from parallax.hardware.chips import LANES
+from parallax.model.kernels.pallas import pallas_attention
 from parallax.model.kernels.splash_window import (
     LONGEST_WINDOW,
     WIDEST_HEAD_IN_WINDOW,

@@ -10,8 +10,8 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from parallax.hardware.chips import LANES
 from parallax.model.kernels.blockwise import HIDDEN
-from parallax.model.kernels.pallas import LANES
 from parallax.model.mask import sees
 
 WIDEST_HEAD_IN_WINDOW = 256  # entries; 512 take too much of the vector memory, too
