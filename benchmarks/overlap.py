@@ -53,6 +53,8 @@ FOUR = {"pipeline.microbatches": 4, "pipeline.remat": "attention", "fsdp.reduce"
 # The MLP's product of gate and up is saved, as on chips with memory for it. And all products of layers in float8.
 SWIGLU_SAVED = {"pipeline.remat": "norm"}
 FLOAT8 = {f"model.matmul{what}": "8bit" for what in ("_weight_gradients", "_residuals")} | {"model.matmul": "float8"}
+# The same with ranges that are given, so that nothing finds a maximum.
+FIXED = FLOAT8 | {"model.matmul_scales": "fixed", "model.matmul_ranges": "64 1 0.03125"}
 FEW = PIPELINE | {"mesh.dp": 4, "pipeline.virtual": 4, "pipeline.microbatches": 8}
 EIGHT = {"mesh.dp": 2, "mesh.ep": 8, "pipeline.microbatches": 8}  # expert ranks
 # What comes to experts is sent again, and experts are gathered once a step: gathers would wait behind it.
@@ -147,6 +149,7 @@ ROWS = {
         Row(FOUR | {"pipeline.remat": "elementwise", "loss.chunk_tokens": 4096}),
         Row({"mesh.dp": 16, "mesh.tp": 4, "pipeline.remat": "swiglu"} | STREAMS),
         Row(INTERLEAVED | {"mesh.dp": 16, "pipeline.virtual": 4, "pipeline.microbatches": 16}),
+        Row(SWIGLU_SAVED | FIXED),
     ],
     "llama_1b_128k": [
         Row({}),
@@ -196,10 +199,11 @@ def title(row: Row) -> str:
 
 
 class CompiledRow(NamedTuple):
-    """A step as compiled, and a device's share of the model's FLOPs."""
+    """A step as compiled, a device's share of the model's FLOPs, and in which dtype products are, as model.matmul."""
 
     read: Any
     flops: float
+    matmul: str
 
 
 def compiled_row(config: str, devices: Any, row: Row) -> CompiledRow:
@@ -224,15 +228,15 @@ def compiled_row(config: str, devices: Any, row: Row) -> CompiledRow:
         program = step.lower(*shape).compile(compiler_options=dict(row.told))
     model = step.model
     flops = flops_per_token(settings.model, model.plan.declared, seq=shape[1]) * math.prod(shape) / mesh.size
-    return CompiledRow(read_step(program, model, seq=shape[1]), flops)
+    return CompiledRow(read_step(program, model, seq=shape[1]), flops, settings.model.matmul)
 
 
 def figures(args: argparse.Namespace, devices: Any, row: Row) -> list[str]:
     from parallax.analysis.planned.step_time import overlaps, step_time
     from parallax.hardware.chips import chip
 
-    read, flops = compiled_row(args.config, devices, row)
-    found = step_time(read, chip(args.topology), flops, kernel_efficiency=args.kernels)
+    read, flops, matmul = compiled_row(args.config, devices, row)
+    found = step_time(read, chip(args.topology), flops, matmul=matmul, kernel_efficiency=args.kernels)
     sent = overlaps(read, chip(args.topology))
     without = found.mfu * found.total_secs / (found.total_secs - found.pallas_secs)
     millis = (found.compute_secs, found.pallas_secs, sum(found.exposed_secs.values()))

@@ -57,8 +57,8 @@ def compiled_step(args: argparse.Namespace, devices: list, number: int, name: st
     from parallax.hardware.chips import chip
 
     row, where = ROWS[args.config][number], chip(args.topology)
-    read, flops = compiled_row(args.config, devices, row)
-    time = step_time(read, where, flops, kernel_efficiency=args.kernels)
+    read, flops, matmul = compiled_row(args.config, devices, row)
+    time = step_time(read, where, flops, matmul=matmul, kernel_efficiency=args.kernels)
     clock = Clock(read.mesh, where, "bfloat16", lockstep=True, kernel_efficiency=args.kernels)
     words = f"{name}: {1e3 * time.total_secs:.0f} ms, MFU {100 * time.mfu:.1f} %"
     return drawn(clock, read.timeline, words, "as configured" if row == ROWS[args.config][0] else title(row))

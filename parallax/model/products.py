@@ -134,11 +134,14 @@ class Operand(NamedTuple):
     @staticmethod
     def of(x: Array, kind: str, amax: Array, rounded: Array | None = None, *, fixed: bool = False) -> "Operand":
         """Round an array, or use its earlier `rounded` form; with kind "" nothing is rounded. With `fixed` ranges no
-        maximum shows an entry that is not finite, so the unit is nan then."""
+        maximum shows an entry that is not finite, so it is nan then; int8, which has no nan, has a unit of nan."""
         if not kind:
             return Operand(x, None)
         unit = unit_of(amax, kind)
-        unit = jnp.where(jnp.isfinite(x).all(), unit, jnp.nan) if fixed else unit
+        if fixed and kind == "int8":
+            unit = jnp.where(jnp.isfinite(x).all(), unit, jnp.nan)
+        elif fixed:  # entry by entry: for one answer rounding would wait; and XLA for TPU may write a mask of isfinite
+            x = x + (x - x)
         return Operand.in_units(x, kind, unit) if rounded is None else Operand(rounded, unit)
 
     @staticmethod
@@ -227,7 +230,8 @@ class Call(NamedTuple):
         if backward and not product.gradient:
             return Operand(w, None)
         if product.known or not product.operand:
-            return Operand.of(w, product.operand, None if amax is None else amax[WEIGHT], rounded)
+            amax = None if amax is None else amax[WEIGHT]
+            return Operand.of(w, product.operand, amax, rounded, fixed=product.scales == FIXED)
         of_sum, weight = self.layouts[2 if backward else 0].names, self.layouts[1]
         return kernel_operand(product, w, weight, [name for name in weight.names if name in of_sum])
 
@@ -358,7 +362,7 @@ def rounded_kernels(weights: Any, scales: Any, dtype: str, form: str, maxima: An
         wide = flat[kernel].astype(dtype)
         if maxima is None:
             most = product.amax(lax.stop_gradient(flat.get(amax)))[WEIGHT]
-            flat[kernel] = Operand.of(wide, product.operand, most).values
+            flat[kernel] = Operand.of(wide, product.operand, most, fixed=product.scales == FIXED).values
         else:
             flat[kernel] = to_eight_bits(wide, own_unit(most_of[kernel], product.operand), product.operand)
     return unflatten_dict(flat)

@@ -350,6 +350,27 @@ def test_what_is_not_finite_stays_so(form, bad):
     assert not np.isfinite(y[1, 5]).all() and not np.isfinite(dw).all()
 
 
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_weight_that_is_not_finite_is_nan_in_float8_with_fixed_ranges(bad):
+    pattern = next(iter(PATTERNS))
+    _, x, w, _ = operands(pattern)
+    w[0, 0, 0] = bad
+    form = "float8 fixed 8bit 8 1 8"
+    rounded = rounded_kernels({"kernel": jnp.asarray(w)}, {"kernel": "fixed"}, "float32", form)["kernel"]
+    np.testing.assert_array_equal(np.isnan(rounded.astype(jnp.float32)), ~np.isfinite(w))
+    for given in ({}, {"rounded": rounded}):
+        assert np.isnan(scaled_product(pattern, x, jnp.asarray(w), form=form, **given)[..., 0, 0]).all()
+
+
+@pytest.mark.parametrize(("dtype", "waits"), [("float8", False), ("int8", True)])
+def test_float8_with_fixed_ranges_is_rounded_without_a_pass_over_the_whole_operand(dtype, waits):
+    """An entry that is not finite is nan in 8 bits, too. int8 has no nan: it asks whether all entries are finite."""
+    pattern = next(iter(WIDE))
+    _, x, w, dy = wide_operands(pattern)
+    traced = str(jax.make_jaxpr(in_form(f"{dtype} fixed 8bit 4 0.25 0.5", pattern))(x, w, dy))
+    assert ("reduce_and" in traced) == waits and "reduce_max" not in traced
+
+
 @pytest.mark.fast(4)
 @pytest.mark.parametrize("form", [f"{form} 8bit" for form in OWN[:7]])
 def test_zeros_give_zeros(form):
