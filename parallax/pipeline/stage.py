@@ -22,7 +22,7 @@ from parallax.pipeline.layer_weights import LayerWeights, RoundedWeights
 from parallax.pipeline.model_on_mesh import ModelOnMesh
 from parallax.pipeline.observations import no_observations, with_observation
 from parallax.sharding.collectives import changed_over_pp, vary_over_pp
-from parallax.sharding.slots import host_slots, read_slot, write_slot, zeros
+from parallax.sharding.slots import host_slots, read_slot, unset, write_slot, zeros
 
 # The scopes of the passes in traces and profiles; JOINT is around those of F and B that are one pass.
 FORWARD, BACKWARD, WEIGHTS, JOINT = "F", "B", "W", "FB"
@@ -189,8 +189,11 @@ def weight_gradients(this: Pass, saved: Any, grads: list) -> list:
 
 
 def _new_slots(layers: Layers, name: str | None, like: Any, *leading: int) -> Array:
-    """Slots for residuals of this name, in the memory that `pipeline.residuals_on` says."""
-    return (host_slots if is_moved(layers.model.pipeline.residuals_on, name) else zeros)(like, *leading)
+    """Slots for residuals of this name, in the memory that `pipeline.residuals_on` says. F writes each before B reads
+    it. Where a tick allocates slots, XLA sees that and clears nothing."""
+    if is_moved(layers.model.pipeline.residuals_on, name):
+        return host_slots(like, *leading)
+    return (unset if layers.model.carries_residuals else zeros)(like, *leading)
 
 
 # ---- the loop over layers

@@ -37,7 +37,7 @@ from parallax.schedules import Schedule, Segment
 from parallax.sharding.collectives import changed_over_pp, cond_over_pp, permute
 from parallax.sharding.host import is_on_host
 from parallax.sharding.plan import GRADIENTS
-from parallax.sharding.slots import read_slot
+from parallax.sharding.slots import read_slot, unset
 
 
 class Pipeline(NamedTuple):
@@ -94,7 +94,7 @@ def tick(
     other passes would wait for each other there.
 
     All that a pass reads is read in its branch, so that idle ranks read nothing; but not the context of simulated
-    devices, see `contexts_before_branches`.
+    devices, see `contexts_before_branches`. Their outputs are unset, since no rank takes them.
     """
     here = {name: value[lax.axis_index("pp")] if value.ndim else value for name, value in values.items()}
     outputs, gathered, row, devices = {}, None, Row(here, tables, {}), pipeline.layers.model.devices
@@ -114,7 +114,7 @@ def tick(
                     this=pass_of(pipeline, row, "F"),
                     saved=kept[0],
                 ),
-                lambda: jnp.zeros_like(state.messages["F"][0]),
+                lambda: unset(state.messages["F"][0]),
                 (state.saved, None),
                 in_loop=in_loop,
             )
@@ -137,7 +137,7 @@ def tick(
             outputs["B"], changed = changed_over_pp(
                 row.acts(alone["B"]),
                 lambda kept: backward(pipeline, with_changed(state, kept), row, gathered),
-                lambda: outputs["B"] if joint else jnp.zeros_like(state.messages["B"][0]),
+                lambda: outputs["B"] if joint else unset(state.messages["B"][0]),
                 (state.grads, state.saved, state.ends),
                 in_loop=in_loop,
             )
@@ -198,7 +198,7 @@ def joint_pass(pipeline: Pipeline, state: State, row: Row, y: Array) -> tuple[Ar
         outputs, (saved, grads, ends) = changed_over_pp(
             row.values["F and B"] >= 0,
             both,
-            lambda: (y, jnp.zeros_like(state.messages["B"][0])),
+            lambda: (y, unset(state.messages["B"][0])),
             (state.saved, state.grads, state.ends),
             in_loop=pipeline.layers.changes_in_loops,
         )

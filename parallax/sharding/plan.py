@@ -37,14 +37,14 @@ from parallax.display.units import in_bytes
 from parallax.errors import ConfigError, check_choice, nearest, quoted
 from parallax.sharding import collectives
 from parallax.sharding.bucket import BY_PARAMETER, Bucket, Packed, Shipment, buckets
-from parallax.sharding.compiler import reads_heads_last
+from parallax.sharding.compiler import copies_whole_stacks, reads_heads_last
 from parallax.sharding.eight_bits import EIGHT_BIT_DTYPES, gather_rounded, scale_of
 from parallax.sharding.host import DEVICE, HOST, argument_to_device, is_on_host, to_device, to_host
 from parallax.sharding.layers_on_ranks import Arrangement
 from parallax.sharding.layout import Layout, named_leaves, with_parents
 from parallax.sharding.parameter import Declared, ParameterSpec, Role, is_declared, layouts_of
 from parallax.sharding.rounding import bits_in_layer, to_bfloat16
-from parallax.sharding.slots import heads_last, host_zeros, map_slots, read_layer, write_slot
+from parallax.sharding.slots import heads_last, host_zeros, map_slots, read_layer, row_major, write_slot
 from parallax.user_code import named, names_code
 
 DATA_AXES = ("dp", "cp", "ep")  # axes that may shard a parameter at rest, major first; `replica` never does
@@ -425,9 +425,8 @@ class ShardingPlan:
                 whole[index] = x
         if rounded:
             whole = self._gather_rounded(rows, rounded, before, after, whole)
-        if after == "compute" and reads_heads_last():
-            of_heads = [len(row.spec.inputs) == 2 and x.ndim == 3 for row, x in zip(rows, whole, strict=True)]
-            whole = [heads_last(x) if has_heads else x for has_heads, x in zip(of_heads, whole, strict=True)]
+        if after == "compute":
+            whole = [_laid_out(row, x) for row, x in zip(rows, whole, strict=True)]
         return jax.tree.unflatten(structure, whole)
 
     def _gather_rounded(
@@ -741,6 +740,15 @@ def empty_like(x: Array) -> Array:
 def _scatter_whole(before: Layout, after: Layout, x: Array) -> Array:
     """The move of a sum that is whole on its rank: to axes of one rank, of which it then does not vary."""
     return collectives.reduce_scatter(_pattern(before, after, x), x)
+
+
+def _laid_out(row: ParameterPlan, whole: Array) -> Array:
+    """A layer's weight in the memory layout in which its products should read it."""
+    if len(row.spec.inputs) != 2 or whole.ndim != 3:
+        return whole
+    if reads_heads_last():
+        return heads_last(whole)
+    return row_major(whole) if copies_whole_stacks() and not row.is_gathered_per_use else whole
 
 
 def _pattern(before: Layout, after: Layout, x: Array) -> str:

@@ -17,7 +17,14 @@ from parallax.sharding.platform import platform_traced
 
 def zeros(like: Any, *leading: int) -> Array:
     """Zeros for stacked arrays like this one, varying over the same axes and over pp."""
-    return as_varying(jnp.zeros((*leading, *like.shape), like.dtype), varying_axes(like) | {"pp"})
+    return _varying_like(like, jnp.zeros((*leading, *like.shape), like.dtype))
+
+
+def unset(like: Any, *leading: int) -> Array:
+    """The same for what is written before it is read: on TPU nothing clears it, elsewhere it is zero."""
+    if platform_traced() != "tpu":
+        return zeros(like, *leading)
+    return _varying_like(like, lax.empty((*leading, *like.shape), like.dtype))
 
 
 def host_zeros(like: Any, count: int) -> Array:
@@ -37,8 +44,7 @@ def map_slots(function: Any, stacked: Array) -> Array:
 
 def host_slots(like: Any, *leading: int) -> Array:
     """Slots for such arrays in host memory, unset; each is written before it is read. Zeros would travel there."""
-    room = lax.empty((*leading, *like.shape), like.dtype)
-    return to_host(as_varying(room, varying_axes(like) | {"pp"}))
+    return to_host(_varying_like(like, lax.empty((*leading, *like.shape), like.dtype)))
 
 
 def read_entry(stacked: Array, *numbers: Array | int) -> Array:
@@ -87,6 +93,10 @@ def heads_major(x_BSHK: Array) -> Array:
 def heads_last(kernel: Array) -> Array:
     """A kernel [heads, d_head, outputs] in the memory layout [heads, outputs, d_head]."""
     return with_layout_constraint(kernel, Layout((0, 2, 1)))
+
+
+def _varying_like(like: Any, stacked: Array) -> Array:
+    return as_varying(stacked, varying_axes(like) | {"pp"})
 
 
 def _indices(leaf: Array, numbers: Sequence[Array | int]) -> tuple:

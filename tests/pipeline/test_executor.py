@@ -29,6 +29,7 @@ from parallax.model.mask import Mask
 from parallax.model.rope import Rope
 from parallax.pipeline.layer_passes import layer_passes
 from parallax.schedules.csv_files import save_csv
+from parallax.sharding.slots import zeros
 
 
 def flops_by_rank(mesh, **changes):
@@ -65,6 +66,35 @@ def test_slots_carried_from_tick_to_tick_give_the_same_bits(remat, monkeypatch):
     assert model.carries_residuals and not model.schedule.keeps_across_ticks
     for carried, fresh in zip(run(), expected, strict=True):
         np.testing.assert_array_equal(carried, fresh)
+
+
+@pytest.mark.fast(1)
+@pytest.mark.parametrize(
+    ("schedule", "changes"),
+    [
+        ("interleaved", dict(remat="elementwise")),
+        ("interleaved", dict(remat="none", layers=11)),
+        *((name, dict(remat="elementwise")) for name in SCHEDULES if name != "interleaved"),
+        ("zero_bubble", dict(remat="none")),
+        ("one_f_one_b", dict(remat="stage")),
+    ],
+    ids=str,
+)
+def test_what_unset_slots_and_idle_ranks_hold_has_no_effect(schedule, changes, monkeypatch):
+    """On TPU nothing clears them. The number is not NaN, which simulated devices hand on where they wait."""
+    of = lambda model: jax.jit(model.loss_and_grad)(params_of(model), make_batch())  # noqa: E731
+    build_it = lambda: build((4, 1, 1), schedule=schedule, **SCHEDULES[schedule], microbatches=4, **changes)  # noqa: E731
+    expected, filled = jax.tree.leaves(of(build_it())), []
+
+    def unset(like, *leading):
+        filled.append(like.shape)
+        return jnp.full_like(zeros(like, *leading), 1e20)
+
+    for module in ("stage", "tick"):
+        monkeypatch.setattr(f"parallax.pipeline.{module}.unset", unset)
+    for dirty, clean in zip(jax.tree.leaves(of(build_it())), expected, strict=True):
+        np.testing.assert_array_equal(dirty, clean)
+    assert len(filled) > 2  # slots, and the outputs of F and B
 
 
 OF_TWO_KINDS = dict(layers=3, layers_of="dense*1 moe*2", experts=4, experts_per_token=2, d_expert=16)

@@ -5,12 +5,14 @@ import itertools
 import jax
 import numpy as np
 import pytest
+from jax.experimental.layout import Layout
 from jax.sharding import AbstractMesh
 from support.stand_ins import AXES, Chip, ChipMesh
 from support.step_collectives import step_collectives
-from support.tiny_model import build, mesh_of
+from support.tiny_model import build, make_batch, mesh_of
+from support.traced_equations import equations
 
-from parallax.sharding import compiler, plan
+from parallax.sharding import compiler, plan, slots
 from parallax.sharding.compiler import (
     clears_what_is_overwritten,
     compiler_options,
@@ -20,6 +22,7 @@ from parallax.sharding.compiler import (
     saves_means_of_norms,
     scales_queries_first,
 )
+from parallax.sharding.slots import unset
 
 
 def mesh_on(shape, torus, kind="TPU v5p"):
@@ -116,6 +119,26 @@ def test_a_kernel_of_heads_has_their_dims_last_in_memory(monkeypatch):
     (pinned,) = [line for line in use().splitlines() if "@LayoutConstraint" in line]
     out = layer["attention"]["out"]["kernel"].shape
     assert "result_layouts = [dense<[1, 2, 0]>" in pinned and f"tensor<{'x'.join(map(str, out))}xf32>" in pinned
+
+
+@pytest.mark.parametrize(("policy", "pinned"), [("zero1", True), ("zero3", False)])
+def test_a_kernel_of_heads_that_no_layer_gathers_has_the_memory_layout_of_its_stack(policy, pinned, monkeypatch):
+    """So that XLA copies a layer of it, not the stack."""
+    monkeypatch.setattr(plan, "copies_whole_stacks", lambda: True)
+    model = build((1, 2, 1), microbatches=1, remat="layer", attention="gqa", policy=policy)
+    found = equations(model.loss_and_grad, model.shapes, make_batch())
+    layouts = [(e.outvars[0].aval.shape, e.params["layout"]) for e in found if e.primitive.name == "layout_constraint"]
+    out = model.shapes["blocks"]["attention"]["out"]["kernel"].shape[1:]
+    assert bool(layouts) == pinned
+    assert {shape for shape, _ in layouts} <= {out} and {layout for _, layout in layouts} <= {Layout((0, 1, 2))}
+
+
+def test_unset_slots_are_allocated_and_not_cleared_on_tpu_alone(monkeypatch):
+    make = jax.jit(lambda x: unset(x, 3)).trace(jax.ShapeDtypeStruct((2, 4), "float32"))
+    assert "AllocateBuffer" not in make.lower(lowering_platforms=("tpu",)).as_text()
+    monkeypatch.setattr(slots, "platform_traced", lambda: "tpu")
+    make = jax.jit(lambda x: unset(x, 3)).trace(jax.ShapeDtypeStruct((2, 4), "float32"))
+    assert "AllocateBuffer" in make.lower(lowering_platforms=("tpu",)).as_text()
 
 
 def test_other_devices_are_told_nothing():
