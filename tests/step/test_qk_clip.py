@@ -60,16 +60,21 @@ def plain_largest(model, params, batch):
     """The largest score of each head [layers, heads], from whole rows of scores."""
     largest = []
 
-    def attend(q, k, v, mask, *, scale, **others):
+    def measure(q, k, is_seen, scale):
         keys = np.repeat(k, q.shape[2] // k.shape[2], axis=2)
         scores = scale * np.einsum("BSHJ,BTHJ->BHST", np.float64(q), np.float64(keys))
-        largest.append(np.where(mask.dense(q.shape[1]), scores, -np.inf).max(axis=(0, 2, 3)))
+        largest.append(np.where(is_seen, scores, -np.inf).max(axis=(0, 2, 3)))
+
+    def attend(q, k, v, mask, *, scale, **others):
+        jax.debug.callback(measure, q, k, mask.dense(q.shape[1]), scale, ordered=True)
         return PLAIN_ATTEND(q, k, v, mask, scale=scale, **others)
 
     config = dataclasses.replace(model.config, qk_clip=0.0)
-    params, batch = jax.tree.map(lambda x: jnp.asarray(np.asarray(x)), (params, batch))
-    with jax.disable_jit(), mock.patch.object(plain_model, "plain_attend", attend):
-        plain_model.plain_forward(config, params, batch)
+    params, batch = jax.tree.map(np.asarray, (params, batch))
+    with mock.patch.object(plain_model, "plain_attend", attend):
+        jax.jit(lambda params, batch: plain_model.plain_logits(config, params, batch))(params, batch)
+    jax.effects_barrier()
+    assert len(largest) == config.layers
     return np.stack(largest)
 
 
@@ -125,11 +130,12 @@ def test_largest_logits_are_those_of_scores_where_queries_are_scaled_first(mesh,
 def test_blocks_of_any_size_give_the_largest_score(side, window):
     rng = np.random.default_rng(0)
     q, k = (rng.normal(size=(2, 16, heads, 8)).astype(np.float32) for heads in (4, 2))
-    mask = Mask(jnp.asarray(make_batch(2)["segments"]), window=window)
+    mask = Mask(make_batch(2)["segments"], window=window)
     scores = 0.5 * np.einsum("BSHJ,BTHJ->BHST", q, k.repeat(2, axis=2))
     expected = np.where(mask.dense(16), scores, -np.inf).max(axis=(0, 2, 3))
     with mock.patch.object(attention, "LOGITS_SIDE", side):
-        np.testing.assert_allclose(attention.largest_logits(q, k, mask, scale=0.5), expected, rtol=1e-5)
+        found = jax.jit(lambda q, k: attention.largest_logits(q, k, mask, scale=0.5))(q, k)
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize(("windows", "blocks"), [((0, 0), 10), ((3, 0), 10), ((3, 2), 7), ((3, 16), 10), ((6, 6), 9)])
@@ -166,10 +172,11 @@ def test_each_kind_of_layers_is_scaled_by_its_own_heads():
     """Key heads are shared in one, and not in the other."""
     kinds = dict(layers_of="dense near", kinds="near=(heads=2, kv_heads=2)")
     model = model_on((1, 1, 1), "gqa", **kinds)
-    params = jax.tree.map(lambda x: jnp.ones(x.shape), model.shapes)
+    params = jax.tree.map(lambda x: np.ones(x.shape, np.float32), model.shapes)
     shapes = named_leaves(model.shapes)
-    statistics = {name: jnp.full(shapes[name].shape, 4 * LIMIT) for name in model.plan.statistics}
-    before, after = map(named_leaves, (params, with_clipped_heads(model, params, statistics)))
+    statistics = {name: np.full(shapes[name].shape, np.float32(4 * LIMIT)) for name in model.plan.statistics}
+    clipped = jax.jit(functools.partial(with_clipped_heads, model))(params, statistics)
+    before, after = map(named_leaves, (params, clipped))
     expected = {"dense/attention/q": 0.25, "near/attention/q": 0.5, "near/attention/k": 0.5}
     expected = {f"blocks/{module}/kernel": factor for module, factor in expected.items()}
     for path, x in before.items():
@@ -179,9 +186,11 @@ def test_each_kind_of_layers_is_scaled_by_its_own_heads():
 def test_weights_in_bfloat16_are_scaled_by_the_factor_on_average():
     """0.998 lies between two of them; the one head that is below the limit keeps its entries."""
     model = model_on((1, 1, 1), "gqa")
-    params = jax.tree.map(lambda x: jnp.ones(x.shape, jnp.bfloat16), model.shapes)
-    largest = {f"blocks/attention/{LARGEST_LOGITS}": jnp.full((2, 4), LIMIT / 0.998).at[:, 1].set(LIMIT / 2)}
-    q = with_clipped_heads(model, params, largest, jnp.int32([0, 1]))["blocks"]["attention"]["q"]["kernel"]
+    params = jax.tree.map(lambda x: np.ones(x.shape, jnp.bfloat16), model.shapes)
+    largest = np.float32([[LIMIT / 0.998, LIMIT / 2, LIMIT / 0.998, LIMIT / 0.998]] * 2)
+    largest = {f"blocks/attention/{LARGEST_LOGITS}": largest}
+    clipped = jax.jit(functools.partial(with_clipped_heads, model))(params, largest, np.int32([0, 1]))
+    q = clipped["blocks"]["attention"]["q"]["kernel"]
     of_heads = np.moveaxis(np.asarray(q, np.float32), 2, 0)
     assert q.dtype == jnp.bfloat16 and (of_heads[1] == 1).all()
     # 0.002 is the standard deviation of an entry.

@@ -195,10 +195,16 @@ def next_scale(found, before):
 
 def random_bits(seed, step, field, name, shape):
     """Threefry of the seed, the step and the array's name, counted over the whole array."""
+    parts = np.uint32([ROUNDING, step, zlib.crc32(f"{field} {name}".encode())])
+    return np.asarray(_bits(seed, parts, shape)).astype(np.int64)
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _bits(seed, parts, shape):
     key = jax.random.key(seed, impl="threefry2x32")
-    for part in (ROUNDING, step, np.uint32(zlib.crc32(f"{field} {name}".encode()))):
+    for part in parts:
         key = jax.random.fold_in(key, part)
-    return np.asarray(jax.random.bits(key, shape)).astype(np.int64)
+    return jax.random.bits(key, shape)
 
 
 def neighbours(values, dtype):

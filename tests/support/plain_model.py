@@ -168,7 +168,7 @@ def plain_attend(q, k, v, mask, *, scale, kernel, cap=0.0, sinks=None):
 
 def plain_logits(model, params, batch):
     """Logits of a batch [B, S] in float32."""
-    return plain_forward(model, params, batch)[0]
+    return jax.jit(lambda params, batch: plain_forward(model, params, batch)[0])(params, batch)
 
 
 def plain_forward(model, params, batch, loss=None, key=None):
@@ -223,9 +223,8 @@ def plain_losses_and_grad(model, params, batch, z_coefficient=0.0, loss=None, ke
         losses = losses_of(logits, batch["labels"], z_coefficient)
         return sum(losses) + notes.losses.sum(), (losses, notes.load_E)
 
-    exact, params, batch = in_float64(model), *jax.tree.map(np.asarray, (params, batch))
+    exact, params, batch = in_float64(model), jax.tree.map(np.float64, params), jax.tree.map(np.asarray, batch)
     with float64():
-        params = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float64), params)
         (_, (losses, load)), grads = jax.jit(jax.value_and_grad(total, has_aux=True))(params, batch)
         assert {leaf.dtype for leaf in jax.tree.leaves((losses, grads))} == {np.dtype("float64")}
         losses, load, grads = jax.tree.map(np.asarray, (losses, load, grads))
@@ -239,9 +238,8 @@ def plain_losses_and_grad(model, params, batch, z_coefficient=0.0, loss=None, ke
 
 def closest_choices(model, params, batches):
     """Of each batch the least of its notes' margins, in float64: by how much the closest choice of experts was made."""
-    exact, params = in_float64(model), jax.tree.map(np.asarray, params)
+    exact, params = in_float64(model), jax.tree.map(np.float64, params)
     with float64():
-        params = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float64), params)
         closest = jax.jit(lambda params, batch: plain_forward(exact, params, batch)[1].margin.min())
         for batch in batches:
             yield float(closest(params, batch))
