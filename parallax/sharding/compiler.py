@@ -221,6 +221,16 @@ def copies_what_branches_return(mesh: Mesh) -> bool:
     return _is_on(mesh, "gpu")
 
 
+def moves_sums_out_of_loops() -> bool:
+    """Whether XLA, compiling the program being traced, moves a reduce-scatter whose result a loop adds up behind the
+    loop.
+
+    It does on TPU, in its pass `while-loop-all-reduce-code-motion`. It saves messages, and what the loop then adds up
+    is whole on each device. Behind a barrier the result stays in the loop.
+    """
+    return platform_traced() == "tpu"
+
+
 def swaps_in_place() -> bool:
     """Whether the program being traced is for GPUs, where swapping the halves of a dim costs no more than reading them.
 
