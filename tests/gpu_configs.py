@@ -12,7 +12,10 @@ from parallax.cli.command import load_config
 from parallax.cli.plan import located
 from parallax.config.settings import read_settings
 from parallax.display.units import in_bytes
+from parallax.hardware.chips import KERNEL_EFFICIENCY, REACHED, AttentionShares, Reached
 
+KERNELS = AttentionShares(KERNEL_EFFICIENCY, KERNEL_EFFICIENCY)
+AS_COMPILED = Reached(attention=KERNELS, packed=KERNELS, triton=KERNELS)  # the rates of a compiled step
 CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
 
 
@@ -41,6 +44,9 @@ def main(name: str, where: str, *changes: str) -> None:
         f"| {name} | {where} | {fits} | {found.peak_bytes / 2**30:.1f} | {planned.peak_bytes / 2**30:.1f} "
         f"| {time.total_secs:.3f} | {100 * time.mfu:.0f} % | {in_bytes(sent)} | {in_bytes(hidden)} |"
     )
+    REACHED[topology.chip.name] = AS_COMPILED
+    same = predicted(settings, topology).secs
+    print(f"planned at the compiled step's rates: {same:.3f} s, {same / time.total_secs:.3f} of the compiled step")
     print(f"planned: {planned.secs:.3f} s, {planned.secs / time.total_secs:.3f} of the compiled step")
     print(f"predicted peak over the compiler's: {planned.peak_bytes / found.peak_bytes:.3f}")
 

@@ -15,7 +15,10 @@ from support.docs_commands import ROOT, blocks
 
 from configs.tiny_gqa import get_config
 from parallax.analysis.compiled.program import read_compiled, read_step
+from parallax.analysis.planned.layouts import model_on_topology
 from parallax.analysis.planned.step_time import step_time
+from parallax.analysis.planned.topology import read_topology
+from parallax.analysis.traced.memory import predicted_memory
 from parallax.config.sections import MeshConfig
 from parallax.config.settings import read_settings
 from parallax.hardware.chips import chip
@@ -94,6 +97,25 @@ def a_ring_hides_its_messages(pp):
         assert made.asynchronous and made.cycles_between > 0, made
 
 
+def sums_of_tables_stay_in_the_loop():
+    """Of each microbatch as traced. Behind the loop, sums would be whole on each chip until then."""
+    config = get_config()
+    config.model.update(d_model=512, d_ff=512, heads=4, kv_heads=4, d_head=128, vocab=65_536, tied=False)
+    config.model.update(dtype="bfloat16", kernel="xla")
+    config.mesh.update(pp=1, dp=16, tp=1, simulate=0)
+    config.data.update(seq=128, global_batch=64)
+    config.pipeline.update(microbatches=4)
+    config.fsdp.update(reduce="float32")
+    settings = read_settings(config.to_dict())
+    step = step_of(settings, make_mesh(settings.mesh, devices_of("v5p:2x2x4")))
+    compiled = step.lower(64, 128).compile()
+    table, read = 65_536 * 512 * 4, read_step(compiled, step.model, seq=128)
+    of_tables = [made for made in read.collectives if made.kind == "reduce-scatter" and made.bytes > table / 2]
+    assert sum(made.count for made in of_tables) == 2 * 4, [made[:5] for made in read.collectives]
+    planned = predicted_memory(model_on_topology(settings, read_topology("v5p:2x2x4")), settings).peak
+    assert read.together - planned < table, (read.together, planned)  # two whole sums would be twice that
+
+
 def arguments_have_the_order_of_the_rule():
     sizes = itertools.product((1, 2, 3, 4, 8, 32), (1, 8, 64, 100, 130, 300, 4096), (1, 16, 64, 100, 128, 199, 200))
     shapes = [(), (7,), (300,), *sizes, *itertools.product((2, 8), (1, 4, 33), (8, 100, 130, 4096), (16, 128, 200))]
@@ -153,6 +175,7 @@ if __name__ == "__main__":
     gathers_in_a_loop_are_counted_and_hidden()
     for stages in (1, 2):
         a_ring_hides_its_messages(stages)
+    sums_of_tables_stay_in_the_loop()
     arguments_have_the_order_of_the_rule()
     for piece in (64, 100, 128):
         masters_come_from_the_host_in_the_layout_of_their_stack(16 * piece)

@@ -3,7 +3,13 @@
 import contextlib
 import io
 
-from parallax.analysis.planned.topology import devices_of, read_topology, without_chips
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from parallax.analysis.planned.topology import Topology, devices_of, read_topology, without_chips
 from parallax.config.sections import MeshConfig
 from parallax.hardware.chips import CHIPS
 from parallax.sharding import compiler
@@ -32,11 +38,34 @@ def main() -> None:
         (line,) = heard.getvalue().splitlines()
         assert line.startswith("libtpu 0.0.") and f"xla_tpu_no_such_option=True for {name}, left out" in line
         print(f"{name}: {len(said)} options taken")
-    heard = io.StringIO()
-    mesh = make_mesh(MeshConfig(pp=1, dp=64, tp=1, simulate=0), devices_of(read_topology("v5e:8x8")))
+    for name in ("v5e:2x4", "v5e:4x4", "v5e:4x8", "v5e:8x8", "v5e:16x16", "v5p:4x4x4", "v6e:8x8", "v7x:4x4x4"):
+        exchanges_hide_as_a_plan_has_it(read_topology(name))
+
+
+def exchanges_hide_as_a_plan_has_it(topology: Topology) -> None:
+    """All-to-alls beside products: asynchronous where `hides_exchanges` says so, and compiled everywhere."""
+    devices, heard = devices_of(topology), io.StringIO()
+    dp = min(8, len(devices))
+    mesh = make_mesh(MeshConfig(pp=1, dp=dp, tp=len(devices) // dp, simulate=0), devices)
     with contextlib.redirect_stderr(heard):
-        assert "xla_tpu_enable_async_all_to_all" not in compiler.compiler_options(mesh)
-    assert "left out: UNIMPLEMENTED: Async all-to-all not supported on limited ICI" in heard.getvalue()
+        options = compiler.compiler_options(mesh)
+    hides = compiler.hides_exchanges(topology.chip.name, topology.shape)
+    assert hides == ("xla_tpu_enable_async_all_to_all" in options), topology.name
+    refused = "left out: UNIMPLEMENTED: Async all-to-all not supported on limited ICI"
+    assert (refused in heard.getvalue()) == (not hides), heard.getvalue()
+
+    def layer(x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return jnp.tanh(x @ w), lax.all_to_all(w, "dp", 0, 0, tiled=True)
+
+    where = P("dp"), P(None, "dp")
+    layers = jax.shard_map(lambda x, w: lax.scan(layer, x, w), mesh=mesh, in_specs=where, out_specs=where)
+    x, w = (
+        jax.ShapeDtypeStruct(shape, "bfloat16", sharding=NamedSharding(mesh, cut))
+        for shape, cut in zip(((512 * dp, 512), (4, 512 * dp, 512)), where, strict=True)
+    )
+    compiled = jax.jit(layers).lower(x, w).compile(compiler_options=options)
+    assert (" all-to-all-start(" in compiled.as_text()) == hides, topology.name
+    print(f"{topology.name}: exchanges {'hide' if hides else 'are waited for'}")
 
 
 if __name__ == "__main__":

@@ -89,6 +89,9 @@ HEADS_LAST = ("TPU v6e", "TPU v7x")
 # Chips on which steps were compiled with and without the passes over memory that XLA is spared below.
 FEWER_PASSES = ("TPU v5e", "TPU v5p", "TPU v6e", "TPU v7x")
 
+# A slice of v5e with more chips than this has limited routing, for which XLA refuses asynchronous all-to-alls.
+MOST_FOR_EXCHANGES = {"TPU v5e": 16}
+
 Options = dict[str, bool | int | float]
 Said = tuple[tuple[str, bool | int | float], ...]
 
@@ -130,8 +133,9 @@ def _taken(chip_name: str, mesh: Mesh, options: Said) -> Said:
 def refusal(mesh: Mesh, options: Options) -> str:
     """Why the compiler refuses a program with these options, in one line; "" if it accepts them.
 
-    The program gathers and exchanges along each axis, since a refusal may depend on the slice: asynchronous
-    all-to-alls are refused on 64 chips of v5e.
+    The program gathers and exchanges along each axis, since a refusal may depend on the slice: see `hides_exchanges`.
+    It does so in a loop, as steps do. Elsewhere XLA makes an all-to-all asynchronous only if something is beside it,
+    and refused nothing where it then refused the step.
     """
     axes = [axis for axis, size in mesh.shape.items() if size > 1]
 
@@ -140,10 +144,11 @@ def refusal(mesh: Mesh, options: Options) -> str:
             x = lax.all_to_all(x, axis, 0, 0, tiled=True) + lax.all_gather(x, axis, tiled=True)[: len(x)]
         return x
 
-    cut = PartitionSpec(mesh.axis_names)
-    x = jax.ShapeDtypeStruct((mesh.size**2, 128), "float32", sharding=NamedSharding(mesh, cut))
+    cut = PartitionSpec(None, mesh.axis_names)
+    x = jax.ShapeDtypeStruct((2, mesh.size**2, 128), "float32", sharding=NamedSharding(mesh, cut))
+    sent = jax.shard_map(functools.partial(lax.map, send), mesh=mesh, in_specs=cut, out_specs=cut)
     try:
-        jax.jit(jax.shard_map(send, mesh=mesh, in_specs=cut, out_specs=cut)).lower(x).compile(compiler_options=options)
+        jax.jit(sent).lower(x).compile(compiler_options=options)
     except jax.errors.JaxRuntimeError as error:
         return str(error).splitlines()[0]
     return ""
@@ -152,6 +157,15 @@ def refusal(mesh: Mesh, options: Options) -> str:
 def hides_reduce_scatters(chip_name: str) -> bool:
     """Whether the SparseCores of this chip run reduce-scatters beside compute. On other TPUs compute waits for them."""
     return any(on and "offload_reduce_scatter" in name for name, on in OPTIONS.get(chip_name, {}).items())
+
+
+def hides_exchanges(chip_name: str, shape: Sequence[int]) -> bool:
+    """Whether all-to-alls go on beside compute in a slice of this shape. On TPUs they do with the option for them,
+    which XLA refuses for v5e's slices of more than 16 chips."""
+    if not chip_name.startswith("TPU"):
+        return True
+    taken = EXCHANGE.items() <= OPTIONS.get(chip_name, {}).items()
+    return taken and math.prod(shape) <= MOST_FOR_EXCHANGES.get(chip_name, math.inf)
 
 
 def relays_what_is_read(mesh: Mesh) -> bool:
@@ -208,6 +222,16 @@ def copies_what_branches_return(mesh: Mesh) -> bool:
     It does on GPU. What a loop carries is updated in place.
     """
     return _is_on(mesh, "gpu")
+
+
+def moves_sums_out_of_loops() -> bool:
+    """Whether XLA, compiling the program being traced, moves a reduce-scatter whose result a loop adds up behind the
+    loop.
+
+    It does on TPU, in its pass `while-loop-all-reduce-code-motion`. It saves messages, and what the loop then adds up
+    is whole on each device. Behind a barrier the result stays in the loop.
+    """
+    return platform_traced() == "tpu"
 
 
 def swaps_in_place() -> bool:

@@ -37,7 +37,7 @@ from parallax.display.units import in_bytes
 from parallax.errors import ConfigError, check_choice, nearest, quoted
 from parallax.sharding import collectives
 from parallax.sharding.bucket import BY_PARAMETER, Bucket, Packed, Shipment, buckets
-from parallax.sharding.compiler import copies_whole_stacks, reads_heads_last
+from parallax.sharding.compiler import copies_whole_stacks, moves_sums_out_of_loops, reads_heads_last
 from parallax.sharding.eight_bits import EIGHT_BIT_DTYPES, gather_rounded, scale_of
 from parallax.sharding.host import DEVICE, HOST, argument_to_device, is_on_host, to_device, to_host
 from parallax.sharding.layers_on_ranks import Arrangement
@@ -497,8 +497,13 @@ class ShardingPlan:
 
     def to_summed(self, part: str, grads: Any) -> Any:
         """A tree of gradients of a part, of which it may lack some leaves, in their summed layouts."""
-        rows = {name: self.rows[part][name] for name in grads}
-        return jax.tree.map(lambda row, grad: self._scatter_alone(row, row.compute, row.summed, grad), rows, grads)
+
+        def scattered(row: ParameterPlan, grad: Array) -> Array:
+            share = self._scatter_alone(row, row.compute, row.summed, grad)
+            is_large = row.spec.role == Role.TABLE and row.compute != row.summed
+            return lax.optimization_barrier(share) if is_large and moves_sums_out_of_loops() else share
+
+        return jax.tree.map(scattered, {name: self.rows[part][name] for name in grads}, grads)
 
     def store(self, summed: Mapping[str, Any]) -> tuple[Any, dict[str, Array]]:
         """Move what was added up, by stack, to the at-rest layout and reduce it over the axes that do not shard it.

@@ -230,6 +230,19 @@ def test_gathers_hide_behind_the_work_and_gradients_only_beside_the_next_layer()
     assert ahead.secs < plain.secs
 
 
+@pytest.mark.parametrize(
+    ("where", "hides"), [("v5e:4x4", True), ("v5e:4x8", False), ("v5p:4x4x4", True), ("H100:2x8", True)]
+)
+def test_exchanges_of_gradients_hide_where_the_compiler_makes_them_asynchronous(where, hides):
+    topology, settings = read_topology(where), tiny(model_dtype="bfloat16", fsdp_reduce="compute")
+    sent = [Sent("all-to-all", ("dp",), 10**9, 2, "backward", "attention/q", "")]
+    per_use = SentPerUse(frozenset({"attention"}), gradients=frozenset({"attention/q"}))
+    (exchange,) = messages(sent, topology, settings, per_use)
+    assert exchange.hides == hides
+    tried = list(single_changes(settings, topology))
+    assert ({"fsdp.reduce": "float32"} in tried) == (where != "v5e:4x4")
+
+
 def test_recomputing_costs_time_and_attention_without_scores_saves_it():
     settings = dict(model_d_head=64, data_seq=512, model_heads=2, model_kv_heads=2)
     none, layer, scores = (

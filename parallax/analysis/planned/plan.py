@@ -45,7 +45,7 @@ from parallax.model.experts.exchange import EXCHANGES
 from parallax.model.experts.exchange_costs import exchange_of, exchanged_rows, share_of_host
 from parallax.model.kernels.platforms import ATTENTION_KERNELS
 from parallax.sharding.activations import BATCH_AXES
-from parallax.sharding.compiler import hides_reduce_scatters
+from parallax.sharding.compiler import hides_exchanges, hides_reduce_scatters
 from parallax.sharding.host import HOST
 from parallax.sharding.plan import DATA_AXES
 from parallax.sharding.zigzag import CONTIGUOUS
@@ -339,10 +339,13 @@ def single_changes(settings: Settings, topology: Topology) -> Iterator[dict[str,
             yield {"model.kernel": kernel}
     if settings.model.dtype != "float32" and layout.data_ranks > 1:
         # Sums in float32 are rings, which use the network interfaces of all GPUs of a host; exchanges use each its own.
-        # On TPUs an exchange loads the links of a torus more, but compute waits for rings unless SparseCores run them.
+        # On TPUs an exchange loads the links of a torus more, but compute waits for rings unless SparseCores run them,
+        # and on large slices of v5e for exchanges, too.
         if settings.fsdp.reduce == "float32":
             yield {"fsdp.reduce": "compute"}
-        elif topology.has_gpu_hosts or hides_reduce_scatters(chip.name):
+        elif (
+            topology.has_gpu_hosts or hides_reduce_scatters(chip.name) or not hides_exchanges(chip.name, topology.shape)
+        ):
             yield {"fsdp.reduce": "float32"}
     if settings.fsdp.bucket == "parameter" and layout.data_ranks > 1:
         yield {"fsdp.bucket": "module"}

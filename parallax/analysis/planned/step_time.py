@@ -13,10 +13,10 @@ some are passes of their own, on GPUs (parallax/analysis/planned/gpu_passes.py) 
 traced collectives over the links of their axes, with a latency for each; where several arrays are one message, they are
 copied together and apart. Gathers of single layers over data axes overlap with the work, as do the permutes of
 layout.context="ring" and of layout.tensor_parallel="streams" and, with fsdp.reduce="compute", fsdp.prefetch=1 or on
-chips whose SparseCores run them, sums of the layers' gradients; `hidden_secs` says how much of them is hidden. On TPUs
-the messages of a pipeline travel beside passes, if its schedule has both in a tick and no W: `ticks_beside`. All other
-messages are exposed. The *update* reads and writes parameters and optimizer state, and reads gradients, at memory
-bandwidth.
+chips whose SparseCores run them, sums of the layers' gradients; `hidden_secs` says how much of them is hidden.
+Exchanges of gradients do not on large slices of v5e: `hides_exchanges`. On TPUs the messages of a pipeline travel
+beside passes, if its schedule has both in a tick and no W: `ticks_beside`. All other messages are exposed. The *update*
+reads and writes parameters and optimizer state, and reads gradients, at memory bandwidth.
 
 Arrays in host memory are copied over the chip's link to its host, in both directions at once: residuals during the
 passes that write and read them, states during the update. If a copy takes longer than the work, the step waits for the
@@ -85,7 +85,7 @@ from parallax.schedules import Schedule
 from parallax.schedules.pricing import lockstep_bubble
 from parallax.sharding.activations import CONTEXT_AXIS
 from parallax.sharding.bucket import BY_LAYER
-from parallax.sharding.compiler import hides_reduce_scatters, is_absent_gpus
+from parallax.sharding.compiler import hides_exchanges, hides_reduce_scatters, is_absent_gpus
 from parallax.sharding.host import DEVICE, HOST, is_type_on_host
 from parallax.sharding.mesh import is_for_gpus, make_mesh
 from parallax.sharding.plan import DATA_AXES
@@ -412,11 +412,14 @@ def messages(
     """Times of the traced collectives, without those that send nothing; `sums` and `waits_for_sums` as `estimate`."""
     sizes, reached, times = settings.mesh.sizes, topology.as_reached, []
     hides_sums = hides_reduce_scatters(topology.chip.name) and not waits_for_sums
+    # What stands for another program's sums is sent as those are.
+    waits_for_exchanges = not sums and not hides_exchanges(topology.chip.name, topology.shape)
     hiding = ["all-gather", "all-to-all", *["reduce-scatter"] * hides_sums]
     for call in sent:
         if not call.bytes:
             continue
-        can_hide = call.kind in hiding or settings.fsdp.prefetch > 0
+        synchronous = waits_for_exchanges and call.kind == "all-to-all"
+        can_hide = (call.kind in hiding or settings.fsdp.prefetch > 0) and not synchronous
         ticking = _ticks(call, settings, per_use)
         # Those of layers: a table's message is long, and one once a step is alone, with little compute to hide them.
         # XLA for GPU has those of other microbatches' tables beside compute, too.
