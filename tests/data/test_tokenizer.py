@@ -28,6 +28,15 @@ TOKENIZERS = pytest.mark.parametrize("tokenizer", [Bytes(), BPE], ids=lambda tok
 texts = st.text(st.characters(exclude_categories=["Cs"]))
 
 
+@given(st.lists(st.one_of(texts, st.text(st.characters(max_codepoint=127)), st.text("ast' 1\t\n_\r\x0b\x1c"))))
+def test_texts_encoded_by_words_have_the_ids_that_the_library_gives_whole_texts(many):
+    library = tokenizers.Tokenizer.from_str(BPE.content)
+    library.encode_special_tokens = True
+    expected = [encoding.ids for encoding in library.encode_batch(many, add_special_tokens=False)]
+    assert BPE._is_of_words
+    assert [ids.tolist() for ids in BPE.encode_many(many)] == expected
+
+
 @TOKENIZERS
 @given(text=texts)
 def test_decoding_gives_back_what_was_encoded(tokenizer, text):
