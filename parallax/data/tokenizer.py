@@ -35,6 +35,7 @@ from parallax.data.special_tokens import (
     without,
 )
 from parallax.errors import ConfigError, DataError, errors_as, first_line, imported
+from parallax.hardware.devices import usable_cpus
 from parallax.storage.files import object_if_readable, object_of, read_bytes
 from parallax.storage.remote import AnyPath, source_path
 
@@ -45,6 +46,9 @@ LONG_WORD = re.compile(rf"(?<!\S)\S{{{LONGEST_WORD},}}|(?<!\s)\s{{{LONGEST_WORD}
 # The words of ASCII text that ByteLevel makes of it, by the pattern of GPT-2, and the settings with which it does.
 ASCII_WORD = re.compile(r"'s|'t|'re|'ve|'m|'ll|'d| ?[A-Za-z]+| ?[0-9]+| ?[^\sA-Za-z0-9]+|\s+(?!\S)|\s+", re.ASCII)
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
+# Distinct words are encoded once if each is there this often, on average: as a text of its own the library takes as
+# much longer for it. And on at most so many CPUs: Python finds words in one thread, the library encodes in all.
+LEAST_REPEATS, MOST_CPUS = 4, 4
 
 # Ids of a text, the first letter of each, and the letter after its last.
 EncodedInPlace = tuple[np.ndarray, np.ndarray, np.ndarray]
@@ -233,9 +237,8 @@ class Bpe:
         """Whether the ids of ASCII text are those of its words, each for itself, one after the other."""
         content = json.loads(self._to_text.to_str())
         model, before = content["model"], content["pre_tokenizer"] or {}
-        whole = all(content[part] is None for part in ("normalizer", "truncation", "padding"))
         return (
-            whole
+            content["normalizer"] is None
             and {name: before.get(name) for name in BYTE_LEVEL} == BYTE_LEVEL
             and (model.get("type"), model.get("dropout")) == ("BPE", None)
             and all(token["special"] for token in content["added_tokens"])
@@ -265,7 +268,7 @@ class Bpe:
     def encode_many(self, texts: Sequence[str], *, special_tokens: str = "text") -> list[np.ndarray]:
         inner = self._to_text if special_tokens == "text" else self._to_tokens
         try:
-            if special_tokens == "text" and self._is_of_words:
+            if special_tokens == "text" and self._is_of_words and usable_cpus() <= MOST_CPUS:
                 encoded = _encode_by_words(inner, texts)
             else:
                 encoded = _ids(inner, texts)
@@ -369,16 +372,16 @@ def _ids(inner: Any, texts: Sequence[str]) -> list[np.ndarray]:
 
 
 def _encode_by_words(inner: Any, texts: Sequence[str]) -> list[np.ndarray]:
-    """The ids of texts, where each distinct word is encoded once; whole texts where they are not ASCII.
-
-    Source code repeats a word fifty times: the library takes four times as long for every word.
-    """
+    """The ids of texts, where each distinct word is encoded once, as source code repeats it fifty times; of whole texts
+    where they are not ASCII, or repeat few words."""
     numbers: dict[str, int] = {}
     words = [
         np.array([numbers.setdefault(word, len(numbers)) for word in ASCII_WORD.findall(text)], np.int64)
         for text in texts
         if text.isascii()
     ]
+    if sum(map(len, words)) < LEAST_REPEATS * len(numbers):
+        return _ids(inner, texts)
     of_word = _ids(inner, list(numbers))
     lengths = np.array([len(ids) for ids in of_word], np.int64)
     every, starts = np.concatenate([np.zeros(0, np.int32), *of_word]), np.cumsum(lengths) - lengths
