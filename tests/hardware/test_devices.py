@@ -141,7 +141,8 @@ def test_loops_are_left_rolled_unless_the_user_has_options_of_the_backend(monkey
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems have another C library")
 @pytest.mark.parametrize(("given", "is_kept"), [({}, True), ({"MALLOC_ARENA_TEST": "8"}, False)])
 def test_temporaries_of_programs_keep_their_memory_unless_the_user_says_how_to_allocate(given, is_kept):
-    """New pages in each of ten runs on two devices, as a share of the 41 MB of temporaries."""
+    """New pages in each of ten runs on two devices, as a share of the 41 MB of temporaries: the least of five times,
+    since each thread that runs a program for the first time takes new pages."""
     program = """
 import resource, jax
 from parallax.hardware.devices import simulate_devices
@@ -149,12 +150,13 @@ simulate_devices(2)
 faults = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 multiplied = jax.pmap(lambda x: jax.numpy.sin(x @ x.T) @ x)
 x = jax.numpy.ones((2, 3200, 8))
+counts = []
 for _ in range(5):
-    multiplied(x).block_until_ready()
-before = faults()
-for _ in range(10):
-    multiplied(x).block_until_ready()
-print((faults() - before) * resource.getpagesize() / (10 * 2 * 3200**2 * 4))
+    before = faults()
+    for _ in range(10):
+        multiplied(x).block_until_ready()
+    counts.append(faults() - before)
+print(min(counts) * resource.getpagesize() / (10 * 2 * 3200**2 * 4))
 """
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_TUNABLES"))}
     run = [sys.executable, "-c", program]
