@@ -268,7 +268,7 @@ class Bpe:
     def encode_many(self, texts: Sequence[str], *, special_tokens: str = "text") -> list[np.ndarray]:
         inner = self._to_text if special_tokens == "text" else self._to_tokens
         try:
-            if special_tokens == "text" and self._is_of_words and usable_cpus() <= MOST_CPUS:
+            if special_tokens == "text" and usable_cpus() <= MOST_CPUS and self._is_of_words:
                 encoded = _encode_by_words(inner, texts)
             else:
                 encoded = _ids(inner, texts)

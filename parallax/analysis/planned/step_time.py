@@ -13,8 +13,8 @@ some are passes of their own, on GPUs (parallax/analysis/planned/gpu_passes.py) 
 traced collectives over the links of their axes, with a latency for each; where several arrays are one message, they are
 copied together and apart. Gathers of single layers over data axes overlap with the work, as do the permutes of
 layout.context="ring" and of layout.tensor_parallel="streams" and, with fsdp.reduce="compute", fsdp.prefetch=1 or on
-chips whose SparseCores run them, sums of the layers' gradients; `hidden_secs` says how much of them is hidden.
-Exchanges of gradients do not on large slices of v5e: `hides_exchanges`. On TPUs the messages of a pipeline travel
+chips whose SparseCores run them, sums of the layers' gradients; `hidden_secs` says how much of them is hidden. On large
+slices of v5e compute waits for exchanges of gradients: `hides_exchanges`. On TPUs the messages of a pipeline travel
 beside passes, if its schedule has both in a tick and no W: `ticks_beside`. All other messages are exposed. The *update*
 reads and writes parameters and optimizer state, and reads gradients, at memory bandwidth.
 
