@@ -413,7 +413,7 @@ def messages(
     sizes, reached, times = settings.mesh.sizes, topology.as_reached, []
     hides_sums = hides_reduce_scatters(topology.chip.name) and not waits_for_sums
     # What stands for another program's sums is sent as those are.
-    waits_for_exchanges = not sums and not hides_exchanges(topology.chip.name, topology.shape)
+    waits_for_exchanges = not sums and not hides_exchanges(topology.chip.name, topology.slice_chips)
     hiding = ["all-gather", "all-to-all", *["reduce-scatter"] * hides_sums]
     for call in sent:
         if not call.bytes:
