@@ -12,11 +12,12 @@ some are passes of their own, on GPUs (parallax/analysis/planned/gpu_passes.py) 
 *Bubble* is that of the schedule in lockstep, where a recomputed pass counts as a forward pass. *Messages* are the
 traced collectives over the links of their axes, with a latency for each; where several arrays are one message, they are
 copied together and apart. Gathers of single layers over data axes overlap with the work, as do the permutes of
-layout.context="ring" and of layout.tensor_parallel="streams" and, with fsdp.reduce="compute", fsdp.prefetch=1 or on
-chips whose SparseCores run them, sums of the layers' gradients; `hidden_secs` says how much of them is hidden.
-Exchanges of gradients do not on large slices of v5e: `hides_exchanges`. On TPUs the messages of a pipeline travel
-beside passes, if its schedule has both in a tick and no W: `ticks_beside`. All other messages are exposed. The *update*
-reads and writes parameters and optimizer state, and reads gradients, at memory bandwidth.
+layout.context="ring" and of layout.tensor_parallel="streams" and, with fsdp.reduce="compute", on GPUs with
+fsdp.prefetch=1 and on chips whose SparseCores run them, sums of the layers' gradients; `hidden_secs` says how much of
+them is hidden. Exchanges of gradients do not on large slices of v5e: `hides_exchanges`. On TPUs without SparseCores
+a reduce-scatter is synchronous wherever it begins. On TPUs the messages of a pipeline travel beside passes, if its
+schedule has both in a tick and no W: `ticks_beside`. All other messages are exposed. The *update* reads and writes
+parameters and optimizer state, and reads gradients, at memory bandwidth.
 
 Arrays in host memory are copied over the chip's link to its host, in both directions at once: residuals during the
 passes that write and read them, states during the update. If a copy takes longer than the work, the step waits for the
@@ -415,11 +416,12 @@ def messages(
     # What stands for another program's sums is sent as those are.
     waits_for_exchanges = not sums and not hides_exchanges(topology.chip.name, topology.slice_chips)
     hiding = ["all-gather", "all-to-all", *["reduce-scatter"] * hides_sums]
+    begins_ahead = settings.fsdp.prefetch > 0 and not topology.is_tpu
     for call in sent:
         if not call.bytes:
             continue
         synchronous = waits_for_exchanges and call.kind == "all-to-all"
-        can_hide = (call.kind in hiding or settings.fsdp.prefetch > 0) and not synchronous
+        can_hide = (call.kind in hiding or begins_ahead) and not synchronous
         ticking = _ticks(call, settings, per_use)
         # Those of layers: a table's message is long, and one once a step is alone, with little compute to hide them.
         # XLA for GPU has those of other microbatches' tables beside compute, too.
