@@ -247,6 +247,15 @@ def test_exchanges_of_gradients_hide_where_the_compiler_makes_them_asynchronous(
     assert ({"fsdp.reduce": "float32"} in tried) == (where != "v5e:4x4")
 
 
+@pytest.mark.parametrize(("where", "waits"), [("H100:1x2", True), ("v5e:1x2", False)])
+def test_messages_of_gpus_wait_where_a_step_needs_more_memory_than_xla_plans_for(where, waits):
+    pair = read_topology(where)
+    needed = predict(tiny(), pair).peak_bytes
+    low, high = (pair._replace(chip=pair.chip._replace(usable_bytes=round(needed / share))) for share in (0.7, 0.8))
+    roomy, short = predict(tiny(), low), predict(tiny(), high)
+    assert roomy.hidden_secs > 0 and (short.hidden_secs == 0) == (short.secs > roomy.secs) == waits
+
+
 def test_recomputing_costs_time_and_attention_without_scores_saves_it():
     settings = dict(model_d_head=64, data_seq=512, model_heads=2, model_kv_heads=2)
     none, layer, scores = (
