@@ -295,9 +295,9 @@ def model_on_topology(settings: Settings, topology: Topology) -> ShardedModel:
     layout, ranks = settings.layout, settings.mesh.ep
     check_exchange(layout, ranks, chip.platform, hosts)
     check_ragged(layout, ranks, chip.name, topology.slice_chips)
-    # An abstract mesh does not say which chips it is for.
-    exchange = exchange_of(layout.exchange, settings.model, ranks, ragged=topology.has_ragged)
-    settings = dataclasses.replace(settings, layout=dataclasses.replace(layout, exchange=exchange))
+    if layout.exchange == AUTO and ranks > 1:  # an abstract mesh does not say which chips it is for
+        exchange = exchange_of(AUTO, settings.model, ranks, ragged=topology.has_ragged)
+        settings = dataclasses.replace(settings, layout=dataclasses.replace(layout, exchange=exchange))
     mesh = abstract_mesh(settings.mesh.sizes, simulated=settings.mesh.simulate > 0, gpu=chip.gpu)
     model = model_of(settings, mesh)
     model.check_batch(settings.data.global_batch, settings.data.seq)
