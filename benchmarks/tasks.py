@@ -60,12 +60,13 @@ def measure(folder: Path, steps: int, questions: int) -> list[str]:
     from lm_eval.tasks import TaskManager
 
     import parallax as px
-    from parallax.interop.harness import Tasks
+    from parallax.interop.harness import Tasks, known_tasks
 
     trained_and_exported(folder, steps)
     tasks, run = written_tasks(folder / "tasks", questions), px.load(folder / "run")
     of_run = run.model, run.tokenizer, run.ends
-    ours = Tasks(*of_run, ",".join(FORMS), folder=str(tasks), length=SEQ, rows=ROWS)(run.params).by_task
+    names = ",".join(FORMS)
+    ours = Tasks(*of_run, names, known_tasks(names, str(tasks)), length=SEQ, rows=ROWS)(run.params).by_task
     manager = TaskManager(include_path=str(tasks), include_defaults=False)
     model = HFLM(str(folder / "exported"), dtype="float32", device="cpu", batch_size=ROWS)
     done = simple_evaluate(model, tasks=[*FORMS], task_manager=manager, log_samples=False, bootstrap_iters=0)

@@ -67,6 +67,11 @@ def pytest_collection_modifyitems(items):
             own[at].add_marker("slow")
 
 
+def pytest_collection_finish():
+    """What is imported and collected stays: each full collection would look for cycles in it, for 0.3 seconds."""
+    gc.freeze()
+
+
 def pytest_runtest_teardown(item, nextitem):
     """Files share programs, as that of the tiny run; held on to, those of all files are gigabytes."""
     global most_bytes

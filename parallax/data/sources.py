@@ -179,10 +179,10 @@ def find_files(path: str, kind: str, field: str) -> tuple[list[Path], str]:
     counts = Counter(filter(None, why_not.values())).most_common()
     left_out = f"leaving out {len(there) - len(files):,}: {first_few([f'{count:,} {why}' for why, count in counts])}"
     if not files:
-        wrong = "nothing matches this glob" if {*"*?["} & {*path} else "there is no such file or folder"
+        wrong = "no file matches this glob" if {*"*?["} & {*path} else "there is no such file or folder"
         if in_folder:
-            ending = f" that ends in {' or '.join(SUFFIXES[kind])}" if kind in SUFFIXES else ""
-            wrong = f"this folder has no file{ending}"
+            ending = f", which would end in {' or '.join(SUFFIXES[kind])}" if kind in SUFFIXES else ""
+            wrong = f"this folder has no file to read{ending}"
         but = f"; {left_out}" if counts else ""
         looked = f" (looked from {Path.cwd()})" if is_local(place) else ""
         raise DataError(f"data.path={path!r}: {wrong}{looked}{but}")

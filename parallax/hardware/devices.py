@@ -1,6 +1,7 @@
 """Simulated CPU devices, and detection of this machine's accelerators, even if JAX does not find them."""
 
 import contextlib
+import ctypes
 import importlib.util
 import math
 import os
@@ -23,6 +24,10 @@ GOOGLE = "0x1ae0"  # PCI vendor id
 NO_TPU = ("0x0042", "0x001f")  # Google's network card and disk, which machines without TPU have, too
 SET_BY_JAX = ("TPU_SKIP_MDS_QUERY", "TPU_LIBRARY_PATH")
 CPU_THREADS = ("PJRT_NPROC", "NPROC")  # number of XLA's threads for all CPU devices together; the first one set counts
+TUNABLES = "GLIBC_TUNABLES"
+# Parameters of glibc's mallopt by their numbers in malloc.h, the last two in bytes: M_ARENA_MAX, as many heaps as two
+# cores have by default, so that more cores do not keep more; M_MMAP_MAX; M_TRIM_THRESHOLD; M_TOP_PAD, a heap's size.
+KEEPING = {-8: 16, -4: 0, -1: 2**31 - 1, -2: 2**26}
 XLA_FLAGS, EXTRA_OPTIONS = "XLA_FLAGS", "--xla_backend_extra_options"  # options for one backend, with commas between
 
 
@@ -79,7 +84,8 @@ def simulate_devices(count: int, processes: int = 1) -> None:
 
     `import jax` may come before it, but not the first array. If JAX already runs with this many CPU devices, nothing
     happens. Each of several processes simulates an equal share. It sets PJRT_NPROC and XLA_FLAGS for XLA, and so for
-    the programs that this one starts later. Raises ConfigError with both numbers if it is too late.
+    the programs that this one starts later, and has this process keep memory that it frees. Raises ConfigError with
+    both numbers if it is too late.
     """
     if count % processes:
         raise ConfigError(f"mesh.simulate={count} does not divide over {processes} processes; use a multiple of it")
@@ -91,6 +97,7 @@ def simulate_devices(count: int, processes: int = 1) -> None:
         jax.config.update("jax_platforms", "cpu")
         keep_a_thread_free(count)
         leave_loops_rolled()
+        keep_freed_memory()
     except RuntimeError as error:
         present = len(jax.devices())
         if jax.default_backend() == "cpu" and present == count:
@@ -127,6 +134,22 @@ def leave_loops_rolled() -> None:
     names_a_file = given and not given.startswith("-")
     if EXTRA_OPTIONS not in given and not names_a_file:
         os.environ[XLA_FLAGS] = f"{given} {EXTRA_OPTIONS}=xla_cpu_disable_loop_unrolling".strip()
+
+
+def keep_freed_memory() -> None:
+    """Have glibc keep the memory that this process frees, unless MALLOC_* or GLIBC_TUNABLES in the environment say how
+    to allocate.
+
+    XLA allocates a program's temporaries anew in each run, and glibc returns large blocks to the system, which clears
+    each page when it is next used: a sixth of a step of the quickstart. Blocks of more than 64 MiB do not fit into a
+    thread's heap and are returned still. Only one heap for all threads would keep them, but small blocks then lie
+    between large ones, and the process grows. Does nothing where the C library is not glibc.
+    """
+    given = any(name.startswith("MALLOC_") for name in os.environ) or "glibc.malloc" in os.environ.get(TUNABLES, "")
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if mallopt is not None and not given:
+        for parameter, value in KEEPING.items():
+            mallopt(parameter, value)
 
 
 def usable_cpus(root: Path = ROOT) -> int:

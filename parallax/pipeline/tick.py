@@ -94,7 +94,7 @@ def tick(
     other passes would wait for each other there.
 
     All that a pass reads is read in its branch, so that idle ranks read nothing; but not the context of simulated
-    devices, see `contexts_before_branches`. Their outputs are unset, since no rank takes them.
+    devices, see `contexts_before_branches`. Outputs of idle ranks are unset, since no rank takes them.
     """
     here = {name: value[lax.axis_index("pp")] if value.ndim else value for name, value in values.items()}
     outputs, gathered, row, devices = {}, None, Row(here, tables, {}), pipeline.layers.model.devices

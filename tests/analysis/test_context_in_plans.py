@@ -186,7 +186,7 @@ def long(**changes):
 
 
 def test_cp_is_tried_where_it_is_asked_for_or_rows_are_few():
-    tried = lambda settings: {(c.cp, c.context) for c in choices(settings, 4)}  # noqa: E731
+    tried = lambda settings: {(c.cp, c.context) for c in choices(settings, FOUR)}  # noqa: E731
     all_forms = {(1, "all_gather"), *((cp, form) for cp in (2, 4) for form in FORMS)}
     assert tried(long()) == tried(long(mesh_cp=1)) == all_forms
     assert tried(long(mesh_cp=1, data_global_batch=4)) == {(1, "all_gather")}
@@ -197,7 +197,7 @@ def test_contiguous_order_is_tried_if_every_layer_has_a_window():
     near = dict(mesh_dp=1, mesh_cp=4, model_kinds="near=(sliding_window=8)", data_seq=64)
     windowed, mixed = (long(model_layers_of=layers, **near) for layers in ("near*4", "near*3 dense"))
     for settings, order in ((windowed, "contiguous"), (mixed, "zigzag")):
-        assert {choice.order for choice in choices(settings, 4) if choice.cp > 1} == {order}
+        assert {choice.order for choice in choices(settings, FOUR) if choice.cp > 1} == {order}
         assert ({"layout.order": "contiguous"} in [*single_changes(settings, FOUR)]) == (settings is windowed)
     assert Choice.of(windowed)._replace(order="contiguous").mesh == "1·1·1 cp=4 all_gather contiguous"
     zigzag, contiguous = (
@@ -208,9 +208,9 @@ def test_contiguous_order_is_tried_if_every_layer_has_a_window():
 
 
 def test_only_forms_are_tried_that_fit_heads_and_kernel():
-    heads = {c.cp * c.tp for c in choices(long(model_heads=2, model_kv_heads=2), 4) if c.context == "ulysses"}
+    heads = {c.cp * c.tp for c in choices(long(model_heads=2, model_kv_heads=2), FOUR) if c.context == "ulysses"}
     assert max(heads) == 2
-    splash = choices(long(model_kernel="splash", data_seq=2048), 4)
+    splash = choices(long(model_kernel="splash", data_seq=2048), FOUR)
     assert {c.context for c in splash if c.cp > 1} == {"all_gather", "ulysses"}
 
 
@@ -227,7 +227,7 @@ def test_a_layout_with_context_ranks_is_applied_and_asked_for_by_flags():
 def test_bounds_are_never_above_what_is_found():
     settings = long()
     least = LeastWork(settings, FOUR, build_if_legal(settings, FOUR))
-    legal = [c for c in choices(settings, 4) if c.cp > 1 and c.pp == 1]
+    legal = [c for c in choices(settings, FOUR) if c.cp > 1 and c.pp == 1]
     for choice in legal[:: len(legal) // 9]:
         found, bound = predict(choice.applied(settings), FOUR), least.bound(choice)
         assert bound <= found.secs * (1 + 1e-9), choice

@@ -25,7 +25,7 @@ from parallax.step.optimizer import make_optimizer
 from parallax.step.step import TrainStep, abstract_state
 
 ROWS, SEQ = 32, 64
-FOUR = read_topology("v5e:2x2")
+FOUR, EIGHT = map(read_topology, ("v5e:2x2", "v5e:2x4"))
 
 
 def build(mesh, **changes):
@@ -76,11 +76,11 @@ def test_a_plan_of_a_dense_model_is_that_of_as_many_data_ranks():
 
 
 def test_ep_is_tried_for_models_with_experts_alone_in_sizes_that_divide_them():
-    tried = lambda settings, devices: {choice.ep for choice in choices(settings, devices)}  # noqa: E731
-    assert tried(wide(), 4) == {1}
-    assert tried(wide(**MIXTURE), 4) == tried(wide(**MIXTURE, mesh_ep=1), 8) == {1, 2}
-    assert tried(wide(**MIXTURE | dict(model_experts=8)), 4) == {1, 2, 4}
-    of_mixture = [*choices(wide(**MIXTURE, mesh_replica=2), 8)]
+    tried = lambda settings, where: {choice.ep for choice in choices(settings, where)}  # noqa: E731
+    assert tried(wide(), FOUR) == {1}
+    assert tried(wide(**MIXTURE), FOUR) == tried(wide(**MIXTURE, mesh_ep=1), EIGHT) == {1, 2}
+    assert tried(wide(**MIXTURE | dict(model_experts=8)), FOUR) == {1, 2, 4}
+    of_mixture = [*choices(wide(**MIXTURE, mesh_replica=2), EIGHT)]
     assert {c.pp * c.dp * c.cp * c.ep * c.tp for c in of_mixture} == {4}
     assert all(8 % (2 * c.dp * c.ep * c.microbatches) == 0 for c in of_mixture)
 

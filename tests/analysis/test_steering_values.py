@@ -28,6 +28,14 @@ CASES = {
     "one of two": (lax.select_n, BITS, A, B),
     "one of three": (lax.select_n, np.int32([[0, 1, 2], [2, 0, 1]]), A, B, A + 1),
     "one for all": (lax.select_n, np.bool_(True), A, B),
+    "quotients": (lax.div, A, B),
+    "quotients by zero, and too large": (lax.div, A, np.int32([[-1, 0, 0], [-3, -7, 2]])),
+    "unsigned quotients": (lax.div, np.uint32([LARGE, 7]), np.uint32([3, 0])),
+    "clamp": (lax.clamp, np.int32(-2), A, np.int32(4)),
+    "clamp each": (lax.clamp, B - 9, A, B),
+    "broadcast of a number": (lambda x: lax.broadcast_in_dim(x, (2, 3), ()), LARGE),
+    "broadcast of rows": (lambda x: lax.broadcast_in_dim(x, (3, 2, 4), (1,)), A[:, 1]),
+    "broadcast of a dim of 1": (lambda x: lax.broadcast_in_dim(x, (2, 5), (0, 1)), BITS[:, :1]),
     "slice": (lambda x, *starts: lax.dynamic_slice_p.bind(x, *starts, slice_sizes=(1, 2)), A, np.int32(1), np.int32(1)),
     "slice from too far": (
         lambda x, *starts: lax.dynamic_slice_p.bind(x, *starts, slice_sizes=(1, 2)), A, np.int32(5), np.int32(-2)

@@ -329,7 +329,7 @@ def test_a_config_file_that_gives_no_config_is_one_line(text, message, tmp_path,
         ({"data.path": ""}, "data.path='' but data.source='text' needs a file, folder or glob"),
         (
             {"data.path": "/nowhere/*.txt"},
-            "data.path='/nowhere/*.txt': nothing matches this glob",
+            "data.path='/nowhere/*.txt': no file matches this glob",
         ),
         (
             {"data.tokenizer": "words"},

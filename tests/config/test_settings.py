@@ -11,13 +11,7 @@ from jax.sharding import AbstractMesh
 
 from configs.base import get_config
 from parallax.cli.command import read_command
-from parallax.config.sections import (
-    ALL_AXES,
-    AXES,
-    RESIDUAL_VALUES,
-    SECTIONS,
-    MeshConfig,
-)
+from parallax.config.sections import ALL_AXES, AXES, RESIDUAL_VALUES, SECTIONS, MeshConfig
 from parallax.config.settings import EXPERT_KEYS, check_has_experts, read_settings
 from parallax.errors import ConfigError
 from parallax.model.checks import check_divides, check_layouts

@@ -58,7 +58,7 @@ def test_several_paths_are_read_in_their_order_each_file_once(tmp_path):
     paths = [str(tmp_path / "z.jsonl"), str(tmp_path / "more"), str(tmp_path / "*.jsonl")]
     source = open_source("jsonl", path=paths, field="text", synthetic_tokens=0)
     assert [*source.documents()] == ["z", "a", "b"] and source.description["files"] == 3
-    with pytest.raises(DataError, match=r"data.path='.*/no\*.jsonl': nothing matches this glob"):
+    with pytest.raises(DataError, match=r"data.path='.*/no\*.jsonl': no file matches this glob"):
         open_source("jsonl", path=[*paths, str(tmp_path / "no*.jsonl")], field="text", synthetic_tokens=0)
 
 
@@ -162,7 +162,7 @@ def test_what_is_left_out_of_a_folder_is_said_with_counts(tmp_path, caplog):
 
 def test_only_files_of_other_endings_are_an_error_that_counts_them(tmp_path):
     write(tmp_path, a__csv="no", b__csv="no")
-    with pytest.raises(DataError, match=r"this folder has no file that ends in \.parquet .*leaving out 2: 2 with the"):
+    with pytest.raises(DataError, match=r"no file to read, which would end in \.parquet .*leaving out 2: 2 with the"):
         documents("parquet", tmp_path)
 
 
@@ -280,10 +280,11 @@ def test_equal_descriptions_are_of_equal_documents(tmp_path):
     "kind, path, message",
     [
         ("text", "nothing.txt", r"nothing\.txt': there is no such file or folder"),
-        ("text", "*.txt", r"\*\.txt': nothing matches this glob"),
-        ("text", "empty", "empty': this folder has no file"),
-        ("jsonl", "empty", r"this folder has no file that ends in \.jsonl or \.ndjson or \.json"),
-        ("parquet", "empty", r"this folder has no file that ends in \.parquet"),
+        ("text", "*.txt", r"\*\.txt': no file matches this glob"),
+        ("text", "empty", "empty': this folder has no file to read \\("),
+        ("text", "emp*", r"emp\*': no file matches this glob"),
+        ("jsonl", "empty", r"this folder has no file to read, which would end in \.jsonl or \.ndjson or \.json"),
+        ("parquet", "empty", r"this folder has no file to read, which would end in \.parquet"),
     ],
 )
 def test_no_files_are_an_error_that_names_the_place(kind, path, message, tmp_path):

@@ -311,7 +311,7 @@ def test_a_value_that_cannot_be_compared_is_named_with_its_line(tmp_path):
 def test_a_missing_source_is_named_before_any_is_prepared(tmp_path):
     (tmp_path / "a.txt").write_text("text " * 99)
     config = data_config(mixture=f"first=(path='{tmp_path}/a.txt') second=(path='{tmp_path}/missing')")
-    with pytest.raises(DataError, match="data.mixture.second: data.path=.*missing.* does not exist"):
+    with pytest.raises(DataError, match="data.mixture.second: data.path=.*missing': there is no such file or folder"):
         open_mixture(config, folder=tmp_path / "data", vocab=None)
     assert not (tmp_path / "data").exists()
 

@@ -14,12 +14,11 @@ from parallax.data.shards import Manifest
 from parallax.data.sources import open_source
 from parallax.errors import ConfigError, DataError
 
-pytest.importorskip("datasets", reason="needs datasets, of the extra 'datasets'")
-
 
 @pytest.fixture(autouse=True)
 def offline(monkeypatch):
-    """As HF_HUB_OFFLINE=1, which is read when the libraries are imported."""
+    """As HF_HUB_OFFLINE=1, which is read when the libraries are imported; the worker with these tests alone does so."""
+    pytest.importorskip("datasets", reason="needs datasets, of the extra 'datasets'")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
 

@@ -138,6 +138,34 @@ def test_loops_are_left_rolled_unless_the_user_has_options_of_the_backend(monkey
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have another C library")
+@pytest.mark.parametrize(("given", "is_kept"), [({}, True), ({"MALLOC_ARENA_TEST": "8"}, False)])
+def test_temporaries_of_programs_keep_their_memory_unless_the_user_says_how_to_allocate(given, is_kept):
+    """New pages in each of ten runs on two devices, as a share of the 41 MB of temporaries: the least of five times,
+    since each thread that runs a program for the first time takes new pages."""
+    program = """
+import resource, jax
+from parallax.hardware.devices import simulate_devices
+simulate_devices(2)
+faults = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+multiplied = jax.pmap(lambda x: jax.numpy.sin(x @ x.T) @ x)
+x = jax.numpy.ones((2, 3200, 8))
+counts = []
+for _ in range(5):
+    before = faults()
+    for _ in range(10):
+        multiplied(x).block_until_ready()
+    counts.append(faults() - before)
+print(min(counts) * resource.getpagesize() / (10 * 2 * 3200**2 * 4))
+"""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_TUNABLES"))}
+    run = [sys.executable, "-c", program]
+    environment = clean | given | {"PYTHONPATH": str(ROOT)}
+    share = float(subprocess.run(run, env=environment, capture_output=True, text=True, check=True).stdout)
+    assert share < 0.1 if is_kept else share > 0.9
+
+
+@pytest.mark.slow
 def test_xla_makes_less_code_of_a_loop_that_is_left_rolled(tmp_path):
     program = "simulate_devices(1); import jax; jax.jit(lambda x: x * x + 1).lower(jax.numpy.ones(4096)).compile()"
     sizes = []

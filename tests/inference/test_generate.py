@@ -105,6 +105,9 @@ ALL = {
 CASES = [*FAST, *(pytest.param(*case, marks=pytest.mark.slow) for case in sorted(ALL))]
 GREEDY = SampleConfig(prompt="", tokens=10, temperature=0.0, top_k=0, top_p=1.0, seed=0)
 SAMPLED = dataclasses.replace(GREEDY, temperature=0.9, top_k=20, top_p=0.95, seed=3)
+# Tests with as many rows, and a longest prompt as long, share what is compiled.
+LONGEST_PROMPT = [9, 8, 7, 6, 5]
+ROWS_OF_PROMPTS = [LONGEST_PROMPT, [1, 2], [3]]
 
 
 @functools.cache
@@ -358,7 +361,7 @@ def shapes_of(model, make):
 def test_a_prompt_goes_on_beside_others_as_it_does_alone():
     model = model_on("gqa")
     params = params_on("gqa", model)
-    together = generate(model, params, [[9, 8, 7, 6, 5], [1, 2]], GREEDY)
+    together = generate(model, params, ROWS_OF_PROMPTS, GREEDY)
     alone = generate(model, params, [[1, 2]], GREEDY)
     assert together[1].tolist() == alone[0].tolist()
     assert together[0].tolist() != together[1].tolist()
@@ -380,7 +383,7 @@ def test_a_seed_writes_the_same_on_every_mesh(name, layout):
 
 def test_writing_stops_at_the_end_and_keeps_to_the_vocab():
     model = model_on("gqa")
-    params, prompt = params_on("gqa", model), [9, 8, 7, 6, 5]
+    params, prompt = params_on("gqa", model), LONGEST_PROMPT
     (free,) = generate(model, params, [prompt], GREEDY)
     end = int(free[4])
     (stopped,) = generate(model, params, [prompt], GREEDY, ends=[end])
@@ -392,20 +395,21 @@ def test_writing_stops_at_the_end_and_keeps_to_the_vocab():
 def test_each_row_stops_at_the_first_of_several_ends():
     """Rows of different lengths, on a mesh that shards them: the others go on."""
     alone, model = model_on("gqa"), model_on("gqa", (2, 2, 2))
-    prompts = [[9, 8, 7, 6, 5], [1, 2], [3]]
-    free = [row.tolist() for row in generate(alone, params_on("gqa", alone), prompts, GREEDY)]
+    free = [row.tolist() for row in generate(alone, params_on("gqa", alone), ROWS_OF_PROMPTS, GREEDY)]
     ends = [free[0][3], free[1][6]]
     expected = [row[: min([row.index(end) for end in ends if end in row], default=len(row))] for row in free]
-    written = generate(model, params_on("gqa", model), prompts, GREEDY, ends=ends)
+    written = generate(model, params_on("gqa", model), ROWS_OF_PROMPTS, GREEDY, ends=ends)
     assert [row.tolist() for row in written] == expected and len({*map(len, expected)}) > 1
 
 
 def test_another_seed_writes_another_text_without_compiling_again(caplog):
     model = model_on("gqa")
     params = params_on("gqa", model)
-    first = generate(model, params, [[1, 2]], SAMPLED)
+    first = generate(model, params, [LONGEST_PROMPT], SAMPLED)
     with jax.log_compiles():
-        again, other = (generate(model, params, [[1, 2]], dataclasses.replace(SAMPLED, seed=seed)) for seed in (3, 4))
+        again, other = (
+            generate(model, params, [LONGEST_PROMPT], dataclasses.replace(SAMPLED, seed=seed)) for seed in (3, 4)
+        )
     assert first[0].tolist() == again[0].tolist() != other[0].tolist()
     assert "Compiling" not in caplog.text
 
@@ -417,7 +421,7 @@ def test_another_seed_writes_another_text_without_compiling_again(caplog):
 )
 def test_a_text_comes_in_pieces_as_it_is_written_whole_and_nothing_compiles_while_it_grows(name, mesh, caplog):
     model = model_on(name, mesh)
-    params, prompt = params_on(name, model), [9, 8, 7, 6, 5]
+    params, prompt = params_on(name, model), LONGEST_PROMPT
     (whole,) = generate(model, params, [prompt], SAMPLED)
     pieces = stream(model, params, prompt, SAMPLED, length=8, every=3)
     ids = [*next(pieces), *next(pieces)]
@@ -430,7 +434,7 @@ def test_a_text_comes_in_pieces_as_it_is_written_whole_and_nothing_compiles_whil
 
 def test_a_text_in_pieces_ends_before_an_end():
     model = model_on("gqa")
-    params, prompt = params_on("gqa", model), [9, 8, 7, 6, 5]
+    params, prompt = params_on("gqa", model), LONGEST_PROMPT
     (free,) = generate(model, params, [prompt], GREEDY)
     ends = [int(free[4])]
     (whole,) = generate(model, params, [prompt], GREEDY, ends=ends)

@@ -66,7 +66,7 @@ def heads(*, seq=SEQ, rows=2, heads=4, kv_heads=2, d_qk=128, d_v=128, dtype=jnp.
     """(q, k, v) and segments: packed documents, the last padding."""
     rng = np.random.default_rng(0)
     shapes = (heads, d_qk), (kv_heads, d_qk), (kv_heads, d_v)
-    arrays = [jnp.asarray(rng.normal(size=(rows, seq, *shape)), dtype) for shape in shapes]
+    arrays = [jnp.asarray(rng.normal(size=(rows, seq, *shape)).astype(np.float32).astype(dtype)) for shape in shapes]
     segments = 1 + np.cumsum(rng.random((rows, seq)) < 0.03, axis=1).astype(np.int32)
     segments[:, -5:] = 0
     return arrays, jnp.asarray(segments)

@@ -170,7 +170,7 @@ def naive_losses(params, x, model, ids, balance_coefficient=0.0, router_z_coeffi
 def exact(params, x, dy, model, **coefficients):
     """What `with_gradients` must give, in float64; the bias' gradient are counts."""
     with jax.enable_x64(True):
-        params, x, dy = jax.tree.map(lambda a: jnp.asarray(a, jnp.float64), (params, x, dy))
+        params, x, dy = jax.tree.map(lambda a: jnp.asarray(np.asarray(a, np.float64)), (params, x, dy))
         ids = naive_ids(params, x, model)
         loss = lambda params, x: (  # noqa: E731
             (naive(params, x, model, ids) * dy).sum() + naive_losses(params, x, model, ids, **coefficients)

@@ -98,7 +98,7 @@ def test_a_gather_in_two_steps_is_the_gather(first):
             results += [whole[None], *pull(jax.lax.pcast(jnp.arange(48.0).reshape(16, 3), "dp", to="varying"))]
         return results
 
-    results = jax.shard_map(both, mesh=mesh, in_specs=P("dp"), out_specs=P("dp"))(x)
+    results = jax.jit(jax.shard_map(both, mesh=mesh, in_specs=P("dp"), out_specs=P("dp")))(x)
     (at_once, in_steps), gradients = results[::2], results[1::2]
     np.testing.assert_array_equal(at_once, np.stack([x] * 8))
     np.testing.assert_array_equal(in_steps, at_once)

@@ -2,12 +2,15 @@
 
 import dataclasses
 import functools
+import math
+import zlib
 
 import jax
 import numpy as np
 
 from configs.base import get_config
 from parallax.config.sections import (
+    ONE_PLUS,
     DataParallelConfig,
     FsdpConfig,
     LayoutConfig,
@@ -19,9 +22,12 @@ from parallax.config.sections import (
 )
 from parallax.config.settings import default_settings
 from parallax.model.batch import IGNORED
+from parallax.model.embedding import INITIAL_STD
 from parallax.pipeline import ShardedModel
 from parallax.sharding.activations import RESIDUALS
+from parallax.sharding.layers_on_ranks import stacks_of
 from parallax.sharding.mesh import make_mesh
+from parallax.sharding.parameter import Role, is_declared
 
 VOCAB, SEQ, ROWS = 64, 16, 64
 MODEL = dict(
@@ -82,33 +88,61 @@ def settings_of(**changes):
     )
 
 
-MOST_LAYERS = 24
-
-
-def _initial(model_config):
-    """Dense layers are the first of MOST_LAYERS, which are drawn once for all numbers of them."""
-    layers = model_config.layers
-    if model_config.layers_of or layers > MOST_LAYERS:
-        return _drawn(model_config)
-    params = _drawn(dataclasses.replace(model_config, layers=MOST_LAYERS))
-    return params | {"blocks": jax.tree.map(lambda leaf: leaf[:layers], params["blocks"])}
-
-
 @functools.cache
-def _drawn(model_config):
-    changes = {key: getattr(model_config, key) for key in section("model")}
-    return jax.tree.map(np.asarray, build((1, 1, 1), **changes).init(0))
+def initial(model_config):
+    """Values distributed as those of `init`, drawn by NumPy: XLA takes half a second to compile a config's draw."""
+    model = build((1, 1, 1), **{key: getattr(model_config, key) for key in section("model")})
+    if model_config.has_user_code or model_config.lora_rank:
+        return jax.tree.map(np.asarray, model.init(0))
+    kinds = np.asarray(model_config.layer_kinds)
+    layers_of = {stack: np.flatnonzero(kinds == kind) for kind, stack in stacks_of(model_config.layer_kinds).items()}
+
+    def draw(path, leaf):
+        name, stack = jax.tree_util.keystr(path, simple=True, separator="/"), leaf.spec.stack
+        if not stack:
+            values = _normal(name, 0, leaf.value.shape)
+        else:
+            layer = name.removeprefix(stack)
+            values = np.stack([_normal(layer, index, leaf.value.shape[1:]) for index in layers_of[stack]])
+        mean, deviation = _distribution(name, leaf, model_config)
+        values = mean + deviation * values
+        if leaf.spec.role == Role.TABLE:
+            values[model_config.vocab :] = 0
+        return values.astype(leaf.value.dtype)
+
+    return jax.tree_util.tree_map_with_path(draw, model.parts.declared(), is_leaf=is_declared)
+
+
+def _normal(name, layer, shape):
+    return np.random.default_rng([zlib.crc32(name.encode()), layer]).normal(size=shape)
+
+
+def _distribution(name, leaf, model_config):
+    """(mean, standard deviation) of the initial values of a parameter, as declared."""
+    match leaf.spec.role:
+        case Role.TABLE:
+            return 0.0, INITIAL_STD
+        case Role.NORM:
+            is_of_heads = "/q_norm/" in name or "/k_norm/" in name
+            scaling = model_config.qk_norm_scale if is_of_heads else model_config.norm_scale
+            return float(scaling != ONE_PLUS), 0.0
+        case Role.WEIGHT:
+            dims = dict(zip(leaf.layout.names, leaf.value.shape))
+            fan_in = math.prod(dims[dim] for dim in leaf.spec.inputs)
+            of_out = 0.0 if model_config.init_out == "zeros" else (2 * model_config.layers) ** -0.5
+            return 0.0, fan_in**-0.5 * (of_out if leaf.layout.names[-1] == "d_model" else 1.0)
+    return 0.0, 0.0
 
 
 def params_of(model):
-    """Initial values, with norms' scales and biases moved off their 1 and 0; compiled once for all meshes."""
+    """Initial values, with norms' scales and biases moved off their 1 and 0; drawn once for all meshes."""
     rng = np.random.default_rng(1)
 
     def stir(path, leaf):
         still = leaf.std() > 0
         return leaf if still else leaf + rng.normal(0, 0.1, leaf.shape).astype(np.float32)
 
-    params = jax.tree_util.tree_map_with_path(stir, _initial(model.config))
+    params = jax.tree_util.tree_map_with_path(stir, initial(model.config))
     return jax.tree.map(jax.device_put, params, model.shardings)
 
 

@@ -138,6 +138,23 @@ def test_adapters_beside_random_weights_are_said(corpus, tmp_path, monkeypatch, 
     assert (said in capsys.readouterr().out) == (rank > 0)
 
 
+def test_a_key_of_experts_without_any_is_refused_of_a_new_run_and_not_of_one_that_goes_on(
+    corpus, tmp_path, monkeypatch
+):
+    """A run of an earlier version, which took it, keeps its settings."""
+
+    def begin(*_, **__):
+        raise InterruptedError("it has begun")
+
+    monkeypatch.setattr("parallax.training.build.make_mesh", begin)
+    config = tiny_config(corpus, **{"model.experts": 16})
+    with pytest.raises(ConfigError, match=r"model\.experts=16 does nothing with model\.layers_of=''"):
+        train(config, tmp_path / "run")
+    monkeypatch.setattr("parallax.training.build.complete_steps", lambda folder: {3})
+    with pytest.raises(InterruptedError):
+        train(config, tmp_path / "run")
+
+
 @pytest.mark.slow
 def test_a_run_with_a_cut_warm_up_goes_on_as_the_same_run(corpus, tmp_path, monkeypatch):
     changes = {"optimizer.warmup_steps": 100, "train.steps": 200, "train.profile_steps": "50:52", "model.layers": 1}

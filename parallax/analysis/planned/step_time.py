@@ -14,11 +14,11 @@ traced collectives over the links of their axes, with a latency for each; where 
 copied together and apart. Gathers of single layers over data axes overlap with the work, as do the permutes of
 layout.context="ring" and of layout.tensor_parallel="streams" and, with fsdp.reduce="compute", on GPUs with
 fsdp.prefetch=1 and on chips whose SparseCores run them, sums of the layers' gradients; `hidden_secs` says how much of
-them is hidden. Exchanges of gradients do not on large slices of v5e: `hides_exchanges`. On TPUs without SparseCores
-a reduce-scatter is synchronous wherever it begins. On TPUs the messages of a pipeline travel beside passes, if its
-schedule has both in a tick and no W: `ticks_beside`. All other messages are exposed, and on GPUs all of a step that
-needs more memory than XLA plans for: `overlaps_in`. The *update* reads and writes parameters and optimizer state, and
-reads gradients, at memory bandwidth.
+them is hidden. On large slices of v5e compute waits for exchanges of gradients: `hides_exchanges`. On TPUs without
+SparseCores a reduce-scatter is synchronous wherever it begins. On TPUs the messages of a pipeline travel beside passes,
+if its schedule has both in a tick and no W: `ticks_beside`. All other messages are exposed, and on GPUs all of a step
+that needs more memory than XLA plans for: `overlaps_in`. The *update* reads and writes parameters and optimizer state,
+and reads gradients, at memory bandwidth.
 
 Arrays in host memory are copied over the chip's link to its host, in both directions at once: residuals during the
 passes that write and read them, states during the update. If a copy takes longer than the work, the step waits for the

@@ -122,7 +122,7 @@ def read_topology(text: str) -> Topology:
     """
     if not (parts := TOPOLOGY.fullmatch(text)):
         right = "write CHIP:SIZES, such as v5p:4x4x4, v5e:4x4 or H100:8 for one host"
-        if re.fullmatch(r"[\w ]+-\d+", text):  # v5litepod-16
+        if re.fullmatch(r"(v|tpu)\w+-\d+", text):  # v5litepod-16
             right += ". Of Google's names v5litepod-16 is v5e:4x4, and v5p-64, which counts cores, v5p:2x4x4"
         raise ConfigError(f"--topology={text} is not a topology; {right}.")
     known, slices = chip(f"{parts[3]}:{parts[4]}"), int(parts[2] or 1)

@@ -248,13 +248,19 @@ def _evaluate(equation: JaxprEqn, values: list[Known]) -> list[Known]:
         (out,) = (var.aval for var in equation.outvars)
         arrays = [np.asarray(value, var.aval.dtype) for value, var in zip(values, equation.invars)]
         with np.errstate(over="ignore"):  # integers wrap around
-            result = BY_NUMPY[equation.primitive.name](*arrays, **_sizes(equation))
+            result = BY_NUMPY[equation.primitive.name](*arrays, **_shapes(equation))
         return [np.asarray(result).astype(out.dtype).reshape(out.shape)]
     return [np.asarray(out) for out in apply(equation, values)]
 
 
-def _sizes(equation: JaxprEqn) -> dict[str, tuple[int, ...]]:
-    return {"sizes": equation.params["slice_sizes"]} if equation.primitive.name == "dynamic_slice" else {}
+def _shapes(equation: JaxprEqn) -> dict[str, tuple[int, ...]]:
+    params = equation.params
+    match equation.primitive.name:
+        case "dynamic_slice":
+            return {"sizes": params["slice_sizes"]}
+        case "broadcast_in_dim":
+            return {"shape": params["shape"], "dims": params["broadcast_dimensions"]}
+    return {}
 
 
 def _select(which: np.ndarray, first: np.ndarray, *others: np.ndarray) -> np.ndarray:
@@ -270,13 +276,29 @@ def _dynamic_slice(x: np.ndarray, *starts: np.ndarray, sizes: tuple[int, ...]) -
     return x[tuple(slice(first, first + size) for first, size in zip(firsts, sizes))]
 
 
+def _broadcast(x: np.ndarray, shape: tuple[int, ...], dims: tuple[int, ...]) -> np.ndarray:
+    sizes = dict(zip(dims, x.shape))
+    return np.broadcast_to(x.reshape([sizes.get(dim, 1) for dim in range(len(shape))]), shape)
+
+
+def _quotient(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """Rounded toward zero; -1 where y is 0, as XLA has it."""
+    x, y = x.astype(np.int64), y.astype(np.int64)
+    return np.where(y == 0, -1, np.abs(x) // np.maximum(np.abs(y), 1) * np.sign(x) * np.sign(y))
+
+
+def _clamp(least: np.ndarray, x: np.ndarray, most: np.ndarray) -> np.ndarray:
+    return np.minimum(np.maximum(x, least), most)
+
+
 # What steers most programs, of integers and booleans. Each new shape of an equation takes JAX about 15 ms to compile.
 # The result gets the equation's dtype and shape.
 BY_NUMPY = dict(lt=np.less, le=np.less_equal, gt=np.greater, ge=np.greater_equal, eq=np.equal, ne=np.not_equal)
 BY_NUMPY |= dict(add=np.add, sub=np.subtract, mul=np.multiply, max=np.maximum, min=np.minimum)
 BY_NUMPY |= {"and": np.bitwise_and, "or": np.bitwise_or, "not": np.invert}
 BY_NUMPY |= dict(squeeze=np.asarray, reshape=np.asarray, convert_element_type=np.asarray)
-BY_NUMPY |= dict(select_n=_select, dynamic_slice=_dynamic_slice)
+BY_NUMPY |= dict(select_n=_select, dynamic_slice=_dynamic_slice, broadcast_in_dim=_broadcast)
+BY_NUMPY |= dict(div=_quotient, clamp=_clamp)
 
 
 def _can_be_known(equation: JaxprEqn) -> bool:
