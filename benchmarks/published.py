@@ -914,7 +914,7 @@ def planned_secs(row: Published) -> tuple[float, float]:
         return ours, ours
     work = as_theirs(traced, theirs, settings, topology)
     hidden = dict(hidden_axes=theirs.hides.split(), sums=theirs.sums, waits_for_sums=theirs.waits_for_sums)
-    step = estimate(settings, topology, held, work, host, packed=row.packed, **hidden)
+    step = estimate(settings, topology, held, work, host, packed=row.packed, by_xla=False, **hidden)
     return ours, max(step.secs, Mixture(settings, topology, theirs).host_secs / (1 - step.bubble))
 
 

@@ -24,7 +24,7 @@ from parallax.config.sections import (
 )
 from parallax.config.settings import Settings
 from parallax.errors import LONGEST_PATH, ConfigError, divisors, listed, quoted
-from parallax.hardware.chips import LANES
+from parallax.hardware.chips import LANES, name_of_kind
 from parallax.model.families import CONTEXTS, GATHERED, RING, WHOLE
 from parallax.model.kernels.cudnn import WINDOWS_SINCE, cudnn_version, widest_head
 from parallax.model.kernels.platforms import ATTENTION_KERNELS
@@ -33,9 +33,10 @@ from parallax.model.products import WIDEST_BLOCKS
 from parallax.schedules import Schedule
 from parallax.sharding.activations import CONTEXT_AXIS, EXPERT_AXIS
 from parallax.sharding.bucket import BY_PARAMETER
+from parallax.sharding.compiler import MOST_FOR_EXCHANGES, compiles_ragged
 from parallax.sharding.layers_on_ranks import stacks_of
 from parallax.sharding.layout import COUNTING_DIMS, Layout, named_leaves
-from parallax.sharding.mesh import hosts_along
+from parallax.sharding.mesh import chips_of_slice, hosts_along
 from parallax.sharding.parameter import Role
 from parallax.sharding.plan import ShardingPlan
 
@@ -157,6 +158,18 @@ def _check_exchange_on(layout: LayoutConfig, mesh: Any) -> None:
     platform = device.platform if device is not None else ""
     hosts = hosts_along(mesh, EXPERT_AXIS) if ranks > 1 and platform == "gpu" else None
     check_exchange(layout, ranks, platform, hosts)
+    if platform == "tpu":
+        check_ragged(layout, ranks, name_of_kind(device.device_kind), chips_of_slice(mesh))
+
+
+def check_ragged(layout: LayoutConfig, ranks: int, chip_name: str, chips: int) -> None:
+    """Raise ConfigError if layout.exchange asks for messages that XLA does not compile for slices of so many chips."""
+    if layout.exchange == "ragged" and ranks > 1 and not compiles_ragged(chip_name, chips):
+        raise ConfigError(
+            f"layout.exchange='ragged' with mesh.ep={ranks} needs a ragged all-to-all, which XLA refuses for slices of "
+            f"{chip_name} with more than {MOST_FOR_EXCHANGES[chip_name]} chips, and this one has {chips}; use "
+            "exchange='gather', or 'auto', which is that here."
+        )
 
 
 def check_exchange(layout: LayoutConfig, ranks: int, platform: str, hosts: int | None) -> None:

@@ -37,6 +37,7 @@ from parallax.sharding.compiler import (
     copies_what_branches_return,
     first_group,
     fuses_norms_into_products,
+    has_ragged,
 )
 from parallax.sharding.host import MEMORY_KINDS
 from parallax.sharding.layers_on_ranks import Arrangement, arrangements
@@ -186,7 +187,7 @@ class ModelOnMesh:
     def exchange(self) -> str:
         """How tokens are sent to experts of other ranks: "gather" or "ragged"."""
         ranks = self.axis_sizes.get(EXPERT_AXIS, 1)
-        return exchange_of(self.layout.exchange, self.config, ranks, on_cpus=self.is_simulated)
+        return exchange_of(self.layout.exchange, self.config, ranks, ragged=has_ragged(self.mesh))
 
     @property
     def exchange_hosts(self) -> int:

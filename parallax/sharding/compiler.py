@@ -12,10 +12,11 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from parallax.errors import tell
 from parallax.hardware.chips import name_of_kind
+from parallax.sharding.mesh import chips_of_slice, is_simulated
 from parallax.sharding.platform import device_kind_planned, platform_traced
 from parallax.version import version_of
 
@@ -89,8 +90,14 @@ HEADS_LAST = ("TPU v6e", "TPU v7x")
 # Chips on which steps were compiled with and without the passes over memory that XLA is spared below.
 FEWER_PASSES = ("TPU v5e", "TPU v5p", "TPU v6e", "TPU v7x")
 
-# A slice of v5e with more chips than this has limited routing, for which XLA refuses asynchronous all-to-alls.
+# A slice of v5e with more chips than this has limited routing, for which XLA refuses asynchronous all-to-alls and, with
+# any options, ragged ones.
 MOST_FOR_EXCHANGES = {"TPU v5e": 16}
+
+# XLA plans for this share of a GPU's memory, and its scheduler for another of what arguments leave of it. Of a program
+# that needs more it begins most messages where they are awaited: DeepSeek-V2-Lite on eight H100 hides 4 % of the
+# gathered bytes in 62.1 GiB, and with 9 of its 27 layers, in 25.7 GiB, 79 %.
+PLANNED_SHARE, SCHEDULED_SHARE = 0.8, 0.95
 
 Options = dict[str, bool | int | float]
 Said = tuple[tuple[str, bool | int | float], ...]
@@ -102,7 +109,8 @@ def compiler_options(
     """Compiler options for this mesh, for products in this form and for layers with experts, as ModelConfig has both,
     and for token streams; empty for chips that were not measured.
 
-    TPU options that the installed compiler does not accept are left out; a line on stderr says so once.
+    TPU options that the installed compiler does not accept are left out; a line on stderr says so once. So is the one
+    for exchanges on slices for which XLA refuses it, untried: a program that exchanges over two chips ends the process.
     """
     if _is_on(mesh, "gpu"):
         return (ABSENT if is_absent_gpus(mesh) else {}) | (FLOAT8_ON_GPU if matmul == "float8" else {})
@@ -110,6 +118,8 @@ def compiler_options(
         return {}
     name = name_of_kind(mesh.devices.flat[0].device_kind)
     options = OPTIONS.get(name, {})
+    if chips_of_slice(mesh) > MOST_FOR_EXCHANGES.get(name, math.inf):
+        options = {key: value for key, value in options.items() if key not in EXCHANGE}
     more = OF_MIXTURES.get(name, {}) if options and has_mixtures else {}
     more = more | OF_STREAMS.get(name, {}) if options and has_streams else more
     return dict(_taken(name, mesh, tuple((options | more).items())))
@@ -133,9 +143,9 @@ def _taken(chip_name: str, mesh: Mesh, options: Said) -> Said:
 def refusal(mesh: Mesh, options: Options) -> str:
     """Why the compiler refuses a program with these options, in one line; "" if it accepts them.
 
-    The program gathers and exchanges along each axis, since a refusal may depend on the slice: see `hides_exchanges`.
-    It does so in a loop, as steps do. Elsewhere XLA makes an all-to-all asynchronous only if something is beside it,
-    and refused nothing where it then refused the step.
+    The program gathers and exchanges along each axis, since a refusal may depend on the slice. It does so in a loop, as
+    steps do. Elsewhere XLA makes an all-to-all asynchronous only if something is beside it, and refused nothing where
+    it then refused the step.
     """
     axes = [axis for axis, size in mesh.shape.items() if size > 1]
 
@@ -159,13 +169,39 @@ def hides_reduce_scatters(chip_name: str) -> bool:
     return any(on and "offload_reduce_scatter" in name for name, on in OPTIONS.get(chip_name, {}).items())
 
 
-def hides_exchanges(chip_name: str, shape: Sequence[int]) -> bool:
-    """Whether all-to-alls go on beside compute in a slice of this shape. On TPUs they do with the option for them,
-    which XLA refuses for v5e's slices of more than 16 chips."""
+def overlaps_in(platform: str, arguments: int, temporaries: int, usable: int) -> bool:
+    """Whether messages of a program with so many bytes of each, of a device's usable ones, go on beside compute: on
+    GPUs not if it needs more than XLA's scheduler has.
+
+    >>> [overlaps_in("gpu", 22, temporaries, 80) for temporaries in (39, 41)]
+    [True, False]
+    """
+    return platform != "gpu" or temporaries <= SCHEDULED_SHARE * (PLANNED_SHARE * usable - arguments)
+
+
+def hides_exchanges(chip_name: str, chips: int) -> bool:
+    """Whether all-to-alls go on beside compute in a slice of so many chips. On TPUs they do with the option for them,
+    which XLA refuses for v5e's slices of more than 16."""
     if not chip_name.startswith("TPU"):
         return True
     taken = EXCHANGE.items() <= OPTIONS.get(chip_name, {}).items()
-    return taken and math.prod(shape) <= MOST_FOR_EXCHANGES.get(chip_name, math.inf)
+    return taken and chips <= MOST_FOR_EXCHANGES.get(chip_name, math.inf)
+
+
+def compiles_ragged(chip_name: str, chips: int) -> bool:
+    """Whether XLA compiles ragged all-to-alls for a slice of so many chips, among whichever of them.
+
+    >>> compiles_ragged("TPU v5e", 16), compiles_ragged("TPU v5e", 32), compiles_ragged("TPU v6e", 256)
+    (True, False, True)
+    """
+    return chips <= MOST_FOR_EXCHANGES.get(chip_name, math.inf)
+
+
+def has_ragged(mesh: Mesh | AbstractMesh) -> bool:
+    """Whether the devices of a mesh have ragged all-to-alls: CPUs do not, and an abstract mesh of accelerators does."""
+    if not _is_on(mesh, "tpu"):
+        return not is_simulated(mesh)
+    return compiles_ragged(name_of_kind(mesh.devices.flat[0].device_kind), chips_of_slice(mesh))
 
 
 def relays_what_is_read(mesh: Mesh) -> bool:

@@ -96,6 +96,12 @@ def is_for_gpus(mesh: Mesh | AbstractMesh) -> bool:
     return mesh.abstract_device is not None and not mesh.abstract_device.platform
 
 
+def chips_of_slice(mesh: Mesh) -> int:
+    """The number of TPU chips of the mesh that are in one slice. The cores of a chip have the same coordinates."""
+    chips = {(getattr(device, "slice_index", 0), *device.coords) for device in mesh.devices.flat}
+    return len(chips) // len({number for number, *_ in chips})
+
+
 def host_numbers(devices: Sequence[Any], *, here: bool) -> list[int]:
     """The host of each GPU. For GPUs that are present JAX calls a host a slice, however many processes run on it. The
     ones that a compiler describes are all in one slice; there a host is a process."""

@@ -154,12 +154,30 @@ def test_an_even_load_is_the_mean_over_all_choices(experts, chosen, ranks):
 
 def test_the_exchange_that_sends_less_is_taken_and_on_cpus_that_which_they_have():
     model = ModelConfig(layers=1, layers_of="moe", experts=64, experts_per_token=6)
-    assert exchange_of("auto", model, 8, on_cpus=False) == "ragged"
-    assert exchange_of("auto", model, 8, on_cpus=True) == exchange_of("auto", model, 1, on_cpus=False) == "gather"
-    assert exchange_of("ragged", model, 8, on_cpus=True) == "ragged"
-    assert exchange_of("gather", model, 8, on_cpus=False) == "gather"
-    assert [exchange_of("auto", model, ranks, on_cpus=False) for ranks in (4, 6)] == ["gather", "ragged"]
+    assert exchange_of("auto", model, 8, ragged=True) == "ragged"
+    assert exchange_of("auto", model, 8, ragged=False) == exchange_of("auto", model, 1, ragged=True) == "gather"
+    assert exchange_of("ragged", model, 8, ragged=False) == "ragged"
+    assert exchange_of("gather", model, 8, ragged=True) == "gather"
+    assert [exchange_of("auto", model, ranks, ragged=True) for ranks in (4, 6)] == ["gather", "ragged"]
     assert on({"ep": 4}).exchange == "ragged" and tiny_model.build((1, 1, 1, 1, 1, 4), **MIXTURE).exchange == "gather"
+
+
+@pytest.mark.parametrize(("where", "exchange"), [("v5e:4x4", "ragged"), ("v5e:4x8", "gather"), ("v6e:4x8", "ragged")])
+def test_no_exchange_is_chosen_that_the_compiler_refuses_for_a_slice(where, exchange):
+    topology, ranks = read_topology(where), dict(model_experts=32, mesh_ep=8)
+    chosen = settings(**ranks, mesh_dp=topology.devices // 8, data_global_batch=topology.devices)
+    assert model_on_topology(chosen, topology).exchange == exchange
+    assert f"over ep by {exchange}" in plan_heading("tiny", chosen, topology)
+    others = [change["layout.exchange"] for change in single_changes(chosen, topology) if "layout.exchange" in change]
+    assert others == (["gather"] if exchange == "ragged" else [])
+    asked = dataclasses.replace(chosen, layout=dataclasses.replace(chosen.layout, exchange="ragged"))
+    if exchange == "gather":
+        with pytest.raises(
+            ConfigError, match="with more than 16 chips, and this one has 32; use exchange='gather', or"
+        ):
+            model_on_topology(asked, topology)
+    else:
+        assert model_on_topology(asked, topology).exchange == "ragged"
 
 
 @pytest.mark.slow

@@ -224,10 +224,14 @@ def test_of_one_microbatch_the_layers_messages_are_of_the_ticks_as_of_several(po
 
 
 def test_gathers_hide_behind_the_work_and_gradients_only_beside_the_next_layer():
-    fast = at_once(PAIR._replace(chip=PAIR.chip._replace(ici_bandwidth=1e15)))
-    plain, ahead = predict(tiny(), fast), predict(tiny(fsdp_prefetch=1), fast)
-    assert 0 < plain.hidden_secs < ahead.hidden_secs < ahead.work_secs
-    assert ahead.secs < plain.secs
+    """On GPUs: a TPU's reduce-scatters are run by its SparseCores, if it has them, or are synchronous."""
+    for where, hides in (("H100:1x2", True), ("v5e:1x2", False)):
+        pair = read_topology(where)
+        fast = at_once(pair._replace(chip=pair.chip._replace(ici_bandwidth=1e15, nccl="")))
+        plain, ahead = predict(tiny(), fast), predict(tiny(fsdp_prefetch=1), fast)
+        assert 0 < plain.hidden_secs < ahead.work_secs
+        exposed, exposed_ahead = (sum(each.exposed_secs.values()) for each in (plain, ahead))
+        assert (exposed_ahead < 0.9 * exposed) == hides, where
 
 
 @pytest.mark.parametrize(
@@ -241,6 +245,15 @@ def test_exchanges_of_gradients_hide_where_the_compiler_makes_them_asynchronous(
     assert exchange.hides == hides
     tried = list(single_changes(settings, topology))
     assert ({"fsdp.reduce": "float32"} in tried) == (where != "v5e:4x4")
+
+
+@pytest.mark.parametrize(("where", "waits"), [("H100:1x2", True), ("v5e:1x2", False)])
+def test_messages_of_gpus_wait_where_a_step_needs_more_memory_than_xla_plans_for(where, waits):
+    pair = read_topology(where)
+    needed = predict(tiny(), pair).peak_bytes
+    low, high = (pair._replace(chip=pair.chip._replace(usable_bytes=round(needed / share))) for share in (0.7, 0.8))
+    roomy, short = predict(tiny(), low), predict(tiny(), high)
+    assert roomy.hidden_secs > 0 and (short.hidden_secs == 0) == (short.secs > roomy.secs) == waits
 
 
 def test_recomputing_costs_time_and_attention_without_scores_saves_it():

@@ -74,6 +74,13 @@ def test_models_with_experts_are_told_more_where_other_options_are(refusing, mon
     assert not compiler_options(meshes["TPU v5 lite"], has_mixtures=True)
 
 
+def test_exchanges_are_not_to_hide_on_slices_for_which_xla_refuses_it(refusing):
+    refusing(lambda options: "" if "xla_tpu_enable_async_all_to_all" not in options else pytest.fail("it was tried"))
+    for has_mixtures in (False, True):
+        options = compiler_options(mesh_on((1, 16, 2), (4, 8, 1), "TPU v5 lite"), has_mixtures=has_mixtures)
+        assert options["xla_tpu_scoped_vmem_limit_kib"] == 32 * 1024
+
+
 def test_permutes_of_token_streams_begin_several_products_ahead_on_v5p(refusing):
     refusing(lambda options: "")
     meshes = {kind: mesh_on((1, 16, 1), (4, 4, 1), kind) for kind in ("TPU v5 lite", "TPU v5p")}

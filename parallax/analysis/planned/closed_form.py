@@ -373,8 +373,7 @@ class ClosedForm:
         pipeline.remat."""
         if choice.ep == 1:
             return False
-        on_cpus = self.topology.chip.platform == "cpu"
-        exchange = exchange_of(choice.exchange, self.settings.model, choice.ep, on_cpus=on_cpus)
+        exchange = exchange_of(choice.exchange, self.settings.model, choice.ep, ragged=self.topology.has_ragged)
         return sends_again(exchange, choice.remat, self.settings.layout, split=self._divides(choice))
 
     def _divides(self, choice: Choice) -> bool:

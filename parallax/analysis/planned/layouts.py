@@ -15,7 +15,8 @@ from parallax.config.remat import REMAT
 from parallax.config.sections import ALL_AXES, AUTO, POLICY_NAMES, MeshConfig, ModelConfig
 from parallax.config.settings import Settings
 from parallax.errors import ConfigError, ParallaxError, divisors
-from parallax.model.checks import check_context, check_exchange, check_kernel_on
+from parallax.model.checks import check_context, check_exchange, check_kernel_on, check_ragged
+from parallax.model.experts.exchange_costs import exchange_of
 from parallax.model.families import CONTEXTS
 from parallax.model.kernels.platforms import ATTENTION_KERNELS
 from parallax.pipeline import ShardedModel
@@ -291,7 +292,12 @@ def model_on_topology(settings: Settings, topology: Topology) -> ShardedModel:
         )
     axis_between_slices(settings.mesh.sizes, topology.slices)
     hosts = hosts_of_experts(settings, topology) if chip.platform == "gpu" else None
-    check_exchange(settings.layout, settings.mesh.ep, chip.platform, hosts)
+    layout, ranks = settings.layout, settings.mesh.ep
+    check_exchange(layout, ranks, chip.platform, hosts)
+    check_ragged(layout, ranks, chip.name, topology.slice_chips)
+    if layout.exchange == AUTO and ranks > 1:  # an abstract mesh does not say which chips it is for
+        exchange = exchange_of(AUTO, settings.model, ranks, ragged=topology.has_ragged)
+        settings = dataclasses.replace(settings, layout=dataclasses.replace(layout, exchange=exchange))
     mesh = abstract_mesh(settings.mesh.sizes, simulated=settings.mesh.simulate > 0, gpu=chip.gpu)
     model = model_of(settings, mesh)
     model.check_batch(settings.data.global_batch, settings.data.seq)

@@ -344,7 +344,9 @@ def single_changes(settings: Settings, topology: Topology) -> Iterator[dict[str,
         if settings.fsdp.reduce == "float32":
             yield {"fsdp.reduce": "compute"}
         elif (
-            topology.has_gpu_hosts or hides_reduce_scatters(chip.name) or not hides_exchanges(chip.name, topology.shape)
+            topology.has_gpu_hosts
+            or hides_reduce_scatters(chip.name)
+            or not hides_exchanges(chip.name, topology.slice_chips)
         ):
             yield {"fsdp.reduce": "float32"}
     if settings.fsdp.bucket == "parameter" and layout.data_ranks > 1:
@@ -352,7 +354,9 @@ def single_changes(settings: Settings, topology: Topology) -> Iterator[dict[str,
     now = _exchange(settings, topology)
     asked, hosts = settings.layout.exchange_hosts, hosts_of_experts(settings, topology)
     one_level = {"layout.exchange_hosts": 1} if asked > 1 else {}
-    yield from ({"layout.exchange": exchange} | one_level for exchange in EXCHANGES if now and exchange != now)
+    others = [exchange for exchange in EXCHANGES if now and exchange != now]
+    if others != ["ragged"] or topology.has_ragged:
+        yield from ({"layout.exchange": exchange} | one_level for exchange in others)
     if now and asked > 1:
         yield one_level
     elif now and hosts > 1:
@@ -384,7 +388,7 @@ def _exchange(settings: Settings, topology: Topology) -> str:
     model, ranks = settings.model, settings.mesh.ep
     if not model.has_mixtures or ranks == 1:
         return ""
-    return exchange_of(settings.layout.exchange, model, ranks, on_cpus=topology.chip.platform == "cpu")
+    return exchange_of(settings.layout.exchange, model, ranks, ragged=topology.has_ragged)
 
 
 JAX_TAKES = 0.75  # of a GPU's memory

@@ -12,11 +12,13 @@ some are passes of their own, on GPUs (parallax/analysis/planned/gpu_passes.py) 
 *Bubble* is that of the schedule in lockstep, where a recomputed pass counts as a forward pass. *Messages* are the
 traced collectives over the links of their axes, with a latency for each; where several arrays are one message, they are
 copied together and apart. Gathers of single layers over data axes overlap with the work, as do the permutes of
-layout.context="ring" and of layout.tensor_parallel="streams" and, with fsdp.reduce="compute", fsdp.prefetch=1 or on
-chips whose SparseCores run them, sums of the layers' gradients; `hidden_secs` says how much of them is hidden. On large
-slices of v5e compute waits for exchanges of gradients: `hides_exchanges`. On TPUs the messages of a pipeline travel
-beside passes, if its schedule has both in a tick and no W: `ticks_beside`. All other messages are exposed. The *update*
-reads and writes parameters and optimizer state, and reads gradients, at memory bandwidth.
+layout.context="ring" and of layout.tensor_parallel="streams" and, with fsdp.reduce="compute", on GPUs with
+fsdp.prefetch=1 and on chips whose SparseCores run them, sums of the layers' gradients; `hidden_secs` says how much of
+them is hidden. On large slices of v5e compute waits for exchanges of gradients: `hides_exchanges`. On TPUs without
+SparseCores a reduce-scatter is synchronous wherever it begins. On TPUs the messages of a pipeline travel beside passes,
+if its schedule has both in a tick and no W: `ticks_beside`. All other messages are exposed, and on GPUs all of a step
+that needs more memory than XLA plans for: `overlaps_in`. The *update* reads and writes parameters and optimizer state,
+and reads gradients, at memory bandwidth.
 
 Arrays in host memory are copied over the chip's link to its host, in both directions at once: residuals during the
 passes that write and read them, states during the update. If a copy takes longer than the work, the step waits for the
@@ -85,7 +87,7 @@ from parallax.schedules import Schedule
 from parallax.schedules.pricing import lockstep_bubble
 from parallax.sharding.activations import CONTEXT_AXIS
 from parallax.sharding.bucket import BY_LAYER
-from parallax.sharding.compiler import hides_exchanges, hides_reduce_scatters, is_absent_gpus
+from parallax.sharding.compiler import hides_exchanges, hides_reduce_scatters, is_absent_gpus, overlaps_in
 from parallax.sharding.host import DEVICE, HOST, is_type_on_host
 from parallax.sharding.mesh import is_for_gpus, make_mesh
 from parallax.sharding.plan import DATA_AXES
@@ -310,11 +312,13 @@ def estimate(
     hidden_axes: Collection[str] = (),
     sums: str = "",
     waits_for_sums: bool = False,
+    by_xla: bool = True,
 ) -> Estimate:
     """Estimate the step of a traced program on these chips; without `host`, no arrays are in host memory. Rows are
     `packed` documents, or one document each. Another program may send beside its work what goes over `hidden_axes`, sum
     gradients by reduce-scatters of numbers of the dtype `sums`, where here all-to-alls bring what is added up, and wait
-    for reduce-scatters that SparseCores could hide (`waits_for_sums`)."""
+    for reduce-scatters that SparseCores could hide (`waits_for_sums`). One that is not scheduled `by_xla` sends beside
+    its work in any memory."""
     host = host or HostMemory()
     bandwidth = topology.chip.hbm_bandwidth * topology.chip.reached.memory
     timed = [(op.direction, op.count * op_secs(op, settings, topology, packed=packed)) for op in traced.products]
@@ -326,6 +330,9 @@ def estimate(
             traced.sent, topology, settings, traced.per_use, sums=sums, waits_for_sums=waits_for_sums
         )
     ]
+    arguments = held.parameters + held.optimizer + held.batch
+    if by_xla and not overlaps_in(topology.chip.platform, arguments, held.peak - arguments, topology.chip.usable_bytes):
+        sent = [message._replace(hides=False) for message in sent]
     hiding = sum(message.secs for message in sent if message.hides)
     hidden = hidden_secs(work, hiding)
     hidden *= 1 - topology.chip.reached.beside  # of what is hidden, this much is saved
@@ -413,13 +420,14 @@ def messages(
     sizes, reached, times = settings.mesh.sizes, topology.as_reached, []
     hides_sums = hides_reduce_scatters(topology.chip.name) and not waits_for_sums
     # What stands for another program's sums is sent as those are.
-    waits_for_exchanges = not sums and not hides_exchanges(topology.chip.name, topology.shape)
+    waits_for_exchanges = not sums and not hides_exchanges(topology.chip.name, topology.slice_chips)
     hiding = ["all-gather", "all-to-all", *["reduce-scatter"] * hides_sums]
+    begins_ahead = settings.fsdp.prefetch > 0 and not topology.is_tpu
     for call in sent:
         if not call.bytes:
             continue
         synchronous = waits_for_exchanges and call.kind == "all-to-all"
-        can_hide = (call.kind in hiding or settings.fsdp.prefetch > 0) and not synchronous
+        can_hide = (call.kind in hiding or begins_ahead) and not synchronous
         ticking = _ticks(call, settings, per_use)
         # Those of layers: a table's message is long, and one once a step is alone, with little compute to hide them.
         # XLA for GPU has those of other microbatches' tables beside compute, too.

@@ -226,7 +226,7 @@ class LeastWork:
             sent.append(Sent("all-gather", ("tp",), passed, 8 * many, "forward", LAYERS, ""))
         if choice.ep > 1:
             mixtures = tokens * model.layer_bases.count("moe") / model.layers * model.d_model
-            form = exchange_of(choice.exchange, model, choice.ep, on_cpus=self.topology.chip.platform == "cpu")
+            form = exchange_of(choice.exchange, model, choice.ep, ragged=self.topology.has_ragged)
             each = {(): exchanged_rows(model, choice.ep)[form]}
             if (hosts := choice.exchange_hosts) > 1:
                 apart = choice.ep // hosts

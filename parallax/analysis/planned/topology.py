@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 from parallax.errors import ConfigError, how_to_install
 from parallax.hardware import nccl
 from parallax.hardware.chips import LINKS_BETWEEN_CORES, Chip, chip
+from parallax.sharding.compiler import compiles_ragged
 from parallax.sharding.mesh import axis_between_slices, hosts_along, hosts_in, torus_pieces
 from parallax.step.resolve import Devices
 
@@ -58,6 +59,11 @@ class Topology(NamedTuple):
         return Devices(self.devices, self.chip.platform, self.chip.name, topology=self.name)
 
     @property
+    def slice_chips(self) -> int:
+        """The number of chips of a slice."""
+        return math.prod(self.shape)
+
+    @property
     def is_tpu(self) -> bool:
         return self.chip.platform == "tpu"
 
@@ -65,6 +71,11 @@ class Topology(NamedTuple):
     def has_gpu_hosts(self) -> bool:
         """Whether these are GPUs on several hosts."""
         return self.chip.platform == "gpu" and self.devices > self.shape[-1]
+
+    @property
+    def has_ragged(self) -> bool:
+        """Whether there is a ragged all-to-all."""
+        return self.chip.platform != "cpu" and compiles_ragged(self.chip.name, self.slice_chips)
 
     @property
     def as_reached(self) -> "Topology":

@@ -62,17 +62,17 @@ def rows_over_hosts(model: ModelConfig, ep: int, hosts: int) -> tuple[float, flo
     return 2 * (hosts - 1) * share, 2 * model.experts_per_token * (ep - hosts) / ep
 
 
-def exchange_of(asked: str, model: ModelConfig, ep: int, *, on_cpus: bool) -> str:
+def exchange_of(asked: str, model: ModelConfig, ep: int, *, ragged: bool) -> str:
     """The exchange that layout.exchange selects. "auto" is the one that sends less, and "ragged" if both send as much:
-    a rank then holds the rows of its experts alone, not all ranks' tokens, too. On CPUs, which have no ragged
-    all-to-all, it is "gather".
+    a rank then holds the rows of its experts alone, not all ranks' tokens, too. Where there is no `ragged` all-to-all,
+    as on CPUs, it is "gather".
 
-    >>> [exchange_of("auto", ModelConfig(experts=8, experts_per_token=k), 2, on_cpus=False) for k in (2, 3)]
+    >>> [exchange_of("auto", ModelConfig(experts=8, experts_per_token=k), 2, ragged=True) for k in (2, 3)]
     ['ragged', 'gather']
     """
     if asked != AUTO:
         return asked
-    if on_cpus or ep == 1:
+    if ep == 1 or not ragged:
         return "gather"
     sent = exchanged_rows(model, ep)
     return "ragged" if sent["ragged"] <= sent["gather"] else "gather"
