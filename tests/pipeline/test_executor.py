@@ -33,6 +33,7 @@ from parallax.pipeline.layer_passes import layer_passes
 from parallax.schedules.csv_files import save_csv
 from parallax.sharding.host import to_host
 from parallax.sharding.slots import zeros
+from parallax.step.step import with_first_scales
 
 
 def flops_by_rank(mesh, **changes):
@@ -119,7 +120,8 @@ UNSET = {
     "dualpipe_v, stage, uneven layers": dict(schedule="dualpipe_v", remat="stage", layers=11),
     "dualpipe_v, prefetch": dict(schedule="dualpipe_v", remat="attention", mesh=(2, 2, 1), policy="zero3", prefetch=1),
     "bfloat16": dict(remat="elementwise", dtype="bfloat16"),
-    "eight bits": dict(remat="elementwise", matmul="int8", matmul_scales="current", matmul_residuals="8bit"),
+    "eight bits": dict(remat="elementwise", matmul="int8", matmul_residuals="8bit"),
+    "largest scores": dict(schedule="dualpipe_v", attention="gqa", qk_clip=1.0),
     "ranks of every axis": dict(mesh=(2, 2, 2), remat="elementwise"),
     "context ranks": dict(mesh=(2, 1, 2, 1, 2), remat="elementwise", context="ring"),
     "kinds of layers": dict(mesh=(2, 1, 1), schedule="one_f_one_b", remat="elementwise", **OF_TWO_KINDS),
@@ -142,10 +144,12 @@ def with_unset(changes, **more):
 @pytest.mark.parametrize("changes", UNSET.values(), ids=UNSET)
 def test_what_unset_slots_and_idle_ranks_hold_has_no_effect(changes, unset):
     """On TPU nothing clears them: so what is NaN there must be in no sum, with a factor of zero neither."""
-    of = lambda model: jax.tree.leaves(jax.jit(model.loss_and_grad)(params_of(model), make_batch()))  # noqa: E731
-    expected = of(with_unset(changes))
+    batch = make_batch()
+    params = with_first_scales(model := with_unset(changes), params_of(model), batch, seed=0)
+    made = lambda model: jax.tree.leaves(jax.jit(model.loss_grads_and_statistics)(params, batch))  # noqa: E731
+    expected = made(with_unset(changes))
     unset.fill()
-    for dirty, clean in zip(of(with_unset(changes)), expected, strict=True):
+    for dirty, clean in zip(made(with_unset(changes)), expected, strict=True):
         assert np.isfinite(clean).all()
         np.testing.assert_array_equal(dirty, clean)
     assert len(unset.shapes) > 2  # slots, and the outputs of F and B
