@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax import lax
 from jax.extend.core import Literal
-from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 from support.plain_model import plain_losses_and_grad, plain_parts
 from support.random_schedules import PLACEMENTS, random_schedule
 from support.tiny_model import SCHEDULES, build, make_batch, model_config, params_of
-from support.traced_equations import equations, inside
+from support.traced_equations import equations, inside, readers_of_unset
 
 from parallax.analysis.traced.flops import flops_by_direction
 from parallax.analysis.traced.trace import step_program
@@ -24,12 +25,15 @@ from parallax.config.sections import (
 )
 from parallax.jaxprs import ancestors as dependencies
 from parallax.jaxprs import loop
+from parallax.model.batch import GROUPS
 from parallax.model.context import Context
 from parallax.model.mask import Mask
 from parallax.model.rope import Rope
 from parallax.pipeline.layer_passes import layer_passes
 from parallax.schedules.csv_files import save_csv
+from parallax.sharding.host import to_host
 from parallax.sharding.slots import zeros
+from parallax.step.step import with_first_scales
 
 
 def flops_by_rank(mesh, **changes):
@@ -68,36 +72,143 @@ def test_slots_carried_from_tick_to_tick_give_the_same_bits(remat, monkeypatch):
         np.testing.assert_array_equal(carried, fresh)
 
 
-@pytest.mark.fast(1)
-@pytest.mark.parametrize(
-    ("schedule", "changes"),
-    [
-        ("interleaved", dict(remat="elementwise")),
-        ("interleaved", dict(remat="none", layers=11)),
-        *((name, dict(remat="elementwise")) for name in SCHEDULES if name != "interleaved"),
-        ("zero_bubble", dict(remat="none")),
-        ("one_f_one_b", dict(remat="stage")),
-    ],
-    ids=str,
-)
-def test_what_unset_slots_and_idle_ranks_hold_has_no_effect(schedule, changes, monkeypatch):
-    """On TPU nothing clears them. The number is not NaN, which simulated devices hand on where they wait."""
-    of = lambda model: jax.jit(model.loss_and_grad)(params_of(model), make_batch())  # noqa: E731
-    build_it = lambda: build((4, 1, 1), schedule=schedule, **SCHEDULES[schedule], microbatches=4, **changes)  # noqa: E731
-    expected, filled = jax.tree.leaves(of(build_it())), []
-
-    def unset(like, *leading):
-        filled.append(like.shape)
-        return jnp.full_like(zeros(like, *leading), 1e20)
-
-    for module in ("stage", "tick"):
-        monkeypatch.setattr(f"parallax.pipeline.{module}.unset", unset)
-    for dirty, clean in zip(jax.tree.leaves(of(build_it())), expected, strict=True):
-        np.testing.assert_array_equal(dirty, clean)
-    assert len(filled) > 2  # slots, and the outputs of F and B
-
-
 OF_TWO_KINDS = dict(layers=3, layers_of="dense*1 moe*2", experts=4, experts_per_token=2, d_expert=16)
+PROBED = 0x7FC0DEAD  # bits of a NaN that no operation makes
+
+
+def after_any_value(x, earlier):
+    """`collectives.after`, which hands on a NaN of `earlier`, where some are NaN that nothing else may read."""
+    probe = lax.convert_element_type(earlier.reshape(-1)[0], jnp.float32)
+    return jnp.where(lax.bitcast_convert_type(probe, jnp.uint32) == PROBED, probe.astype(x.dtype), x)
+
+
+class Unset:
+    """What no pass has written, on simulated devices: NaN, or the largest integer, where a TPU has what was there
+    before. `shapes` are those of such arrays."""
+
+    def __init__(self, monkeypatch):
+        self.shapes, self.monkeypatch = [], monkeypatch
+        for module in ("sharding.message_order", "model.loss"):
+            monkeypatch.setattr(f"parallax.{module}.after", after_any_value)
+
+    def fill(self):
+        for module in ("stage", "tick"):
+            self.monkeypatch.setattr(f"parallax.pipeline.{module}.unset", self.filled)
+        self.monkeypatch.setattr("parallax.pipeline.stage.host_slots", lambda *of: to_host(self.filled(*of)))
+
+    def filled(self, like, *leading):
+        self.shapes.append((*leading, *like.shape))
+        largest = jnp.nan if jnp.issubdtype(like.dtype, jnp.inexact) else jnp.iinfo(like.dtype).max
+        return jnp.full_like(zeros(like, *leading), largest)
+
+
+@pytest.fixture
+def unset(monkeypatch):
+    return Unset(monkeypatch)
+
+
+UNSET = {
+    "interleaved, elementwise": dict(remat="elementwise"),
+    "interleaved, none, uneven layers": dict(remat="none", layers=11),
+    **{f"{name}, elementwise": dict(schedule=name, remat="elementwise") for name in SCHEDULES if name != "interleaved"},
+    "gpipe, none": dict(schedule="gpipe", remat="none"),
+    "one_f_one_b, stage": dict(schedule="one_f_one_b", remat="stage"),
+    "one_f_one_b, stages of one layer": dict(schedule="one_f_one_b", remat="layer", layers=4),
+    "zero_bubble, none": dict(schedule="zero_bubble", remat="none"),
+    "zero_bubble_v, none, uneven layers": dict(schedule="zero_bubble_v", remat="none", layers=11),
+    "dualpipe_v, none": dict(schedule="dualpipe_v", remat="none"),
+    "dualpipe_v, stage, uneven layers": dict(schedule="dualpipe_v", remat="stage", layers=11),
+    "dualpipe_v, prefetch": dict(schedule="dualpipe_v", remat="attention", mesh=(2, 2, 1), policy="zero3", prefetch=1),
+    "bfloat16": dict(remat="elementwise", dtype="bfloat16"),
+    "eight bits": dict(remat="elementwise", matmul="int8", matmul_residuals="8bit"),
+    "largest scores": dict(schedule="dualpipe_v", attention="gqa", qk_clip=1.0),
+    "ranks of every axis": dict(mesh=(2, 2, 2), remat="elementwise"),
+    "context ranks": dict(mesh=(2, 1, 2, 1, 2), remat="elementwise", context="ring"),
+    "kinds of layers": dict(mesh=(2, 1, 1), schedule="one_f_one_b", remat="elementwise", **OF_TWO_KINDS),
+    "kinds of layers, both passes": dict(mesh=(2, 1, 1), schedule="dualpipe_v", remat="none")
+    | OF_TWO_KINDS
+    | dict(layers=5, layers_of="dense*2 moe*3"),
+    "expert ranks": dict(mesh=(2, 1, 1, 1, 1, 2), schedule="zero_bubble", exchange="gather", **OF_TWO_KINDS),
+    "host memory": dict(remat="elementwise", residuals_on="host"),
+    "sums in bfloat16": dict(remat="elementwise", grads_dtype="bfloat16"),
+}
+
+
+def with_unset(changes, **more):
+    """A model of one of these."""
+    form = dict(mesh=(4, 1, 1), schedule="interleaved", microbatches=4) | changes | more
+    return build(form.pop("mesh"), **SCHEDULES[form["schedule"]] | form)
+
+
+@pytest.mark.fast(2)
+@pytest.mark.parametrize("changes", UNSET.values(), ids=UNSET)
+def test_what_unset_slots_and_idle_ranks_hold_has_no_effect(changes, unset):
+    """On TPU nothing clears them: so what is NaN there must be in no sum, with a factor of zero neither."""
+    batch = make_batch()
+    params = with_first_scales(model := with_unset(changes), params_of(model), batch, seed=0)
+    made = lambda model: jax.tree.leaves(jax.jit(model.loss_grads_and_statistics)(params, batch))  # noqa: E731
+    expected = made(with_unset(changes))
+    unset.fill()
+    for dirty, clean in zip(made(with_unset(changes)), expected, strict=True):
+        assert np.isfinite(clean).all()
+        np.testing.assert_array_equal(dirty, clean)
+    assert len(unset.shapes) > 2  # slots, and the outputs of F and B
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", pytest.param("dualpipe_v", marks=pytest.mark.slow)])
+def test_nor_has_it_in_a_forward_pass(schedule, unset):
+    batch = make_batch()
+    grouped = batch | {GROUPS: batch["tokens"] % 2}
+
+    @jax.jit
+    def made(params):
+        logits = model.logits(params, batch["tokens"])
+        return logits, model.loss(params, grouped, groups=2), model.activations(params, batch)
+
+    model = with_unset({}, schedule=schedule)
+    expected = jax.tree.leaves(made(params_of(model)))
+    made.clear_cache()
+    unset.fill()
+    for dirty, clean in zip(jax.tree.leaves(made(params_of(model))), expected, strict=True):
+        assert np.isfinite(clean).all()
+        np.testing.assert_array_equal(dirty, clean)
+    assert len(unset.shapes) == 3  # an idle rank's output in each
+
+
+@pytest.fixture
+def on_tpu(monkeypatch):
+    """A function that moves a model to chips that are not here."""
+    for module, name in (
+        ("loss_and_grads", "relays_what_is_read"),
+        ("loss_and_grads", "keeps_stream_in_rows"),
+        ("loss_and_grads", "saves_means_of_norms"),
+        ("model_on_mesh", "fuses_norms_into_products"),
+    ):
+        monkeypatch.setattr(f"parallax.pipeline.{module}.{name}", lambda mesh: True)
+
+    def moved(model):
+        sizes, chip = model.mesh.shape, AbstractDevice("TPU v5p", None, "tpu")
+        types = (AxisType.Auto,) * len(sizes)
+        mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=types, abstract_device=chip)
+        return model.replace(mesh=mesh)
+
+    return moved
+
+
+@pytest.mark.fast(3)
+@pytest.mark.parametrize("changes", UNSET.values(), ids=UNSET)
+def test_a_step_for_tpu_reads_of_what_is_unset_what_a_table_says(changes, on_tpu):
+    """That is, a slot, or one of two arrays. The tests above say that these were written."""
+    model = on_tpu(with_unset(changes, kernel="xla"))
+    readers = readers_of_unset(model.loss_and_grad, model.shapes, make_batch())
+    assert readers == {"dynamic_slice", "select_n"}
+
+
+def test_a_forward_pass_for_tpu_and_its_gradient_choose_between_an_idle_ranks_output_and_another(on_tpu):
+    model, batch = on_tpu(with_unset(dict(layers=11), kernel="xla")), make_batch()
+    gradient = jax.grad(lambda params: model.logits(params, batch["tokens"]).sum())
+    for function in (gradient, lambda params: (model.loss(params, batch), model.activations(params, batch))):
+        assert readers_of_unset(function, model.shapes) == {"select_n"}
 
 
 @pytest.mark.fast(1)
