@@ -40,7 +40,7 @@ class ToyLayer:
 class ToyModel:
     """As much of a ShardedModel as a stage looks at: LAYERS places, of which the first `layers` have one."""
 
-    devices, pipeline, config = Accelerators(), PipelineConfig(), None
+    devices, pipeline, config, carries_residuals = Accelerators(), PipelineConfig(), None, True
     parts = types.SimpleNamespace(blocks={"toy": None})
 
     def __init__(self, layers, prefetch):
