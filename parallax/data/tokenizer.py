@@ -35,7 +35,6 @@ from parallax.data.special_tokens import (
     without,
 )
 from parallax.errors import ConfigError, DataError, errors_as, first_line, imported
-from parallax.hardware.devices import usable_cpus
 from parallax.storage.files import object_if_readable, object_of, read_bytes
 from parallax.storage.remote import AnyPath, source_path
 
@@ -43,12 +42,6 @@ MODEL_CONFIG = "config.json"  # of a published model
 LONGEST_WORD = 1024  # characters of a word to learn from, as of DNA or base64
 LONG_WORD = re.compile(rf"(?<!\S)\S{{{LONGEST_WORD},}}|(?<!\s)\s{{{LONGEST_WORD},}}")
 
-# The words of ASCII text that ByteLevel makes of it, by the pattern of GPT-2, and the settings with which it does.
-ASCII_WORD = re.compile(r"'s|'t|'re|'ve|'m|'ll|'d| ?[A-Za-z]+| ?[0-9]+| ?[^\sA-Za-z0-9]+|\s+(?!\S)|\s+", re.ASCII)
-BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
-# Distinct words are encoded once if each is there this often, on average: as a text of its own the library takes as
-# much longer for it. And on at most so many CPUs: Python finds words in one thread, the library encodes in all.
-LEAST_REPEATS, MOST_CPUS = 4, 4
 
 # Ids of a text, the first letter of each, and the letter after its last.
 EncodedInPlace = tuple[np.ndarray, np.ndarray, np.ndarray]
@@ -233,18 +226,6 @@ class Bpe:
         return _from_text(text, self._origin)
 
     @cached_property
-    def _is_of_words(self) -> bool:
-        """Whether the ids of ASCII text are those of its words, each for itself, one after the other."""
-        content = json.loads(self._to_text.to_str())
-        model, before = content["model"], content["pre_tokenizer"] or {}
-        return (
-            content["normalizer"] is None
-            and {name: before.get(name) for name in BYTE_LEVEL} == BYTE_LEVEL
-            and (model.get("type"), model.get("dropout")) == ("BPE", None)
-            and all(token["special"] for token in content["added_tokens"])
-        )
-
-    @cached_property
     def _end_is_lost(self) -> bool:
         """Whether nothing is left of a text that spells the end of a document."""
         try:
@@ -268,10 +249,7 @@ class Bpe:
     def encode_many(self, texts: Sequence[str], *, special_tokens: str = "text") -> list[np.ndarray]:
         inner = self._to_text if special_tokens == "text" else self._to_tokens
         try:
-            if special_tokens == "text" and usable_cpus() <= MOST_CPUS and self._is_of_words:
-                encoded = _encode_by_words(inner, texts)
-            else:
-                encoded = _ids(inner, texts)
+            encodings = inner.encode_batch_fast(list(texts), add_special_tokens=False)
         except Exception as error:  # the library raises bare Exception
             raise DataError(f"{self._origin} cannot encode a text: {first_line(error)}") from error
         end = self.token(self.end)
@@ -280,7 +258,7 @@ class Bpe:
                 f"{self._origin} cannot write the text {end!r} without the token of that name, which ends a document; "
                 f"use texts without it, or name another eos_token in {TOKENIZER_CONFIG}"
             )
-        return encoded
+        return [np.array(encoding.ids, np.int32) for encoding in encodings]
 
     def encode_with_places(self, texts: Sequence[str], *, special_tokens: str = "text") -> list[EncodedInPlace]:
         inner = self._to_text if special_tokens == "text" else self._to_tokens
@@ -364,36 +342,6 @@ def as_document(tokenizer: Tokenizer, ids: np.ndarray) -> np.ndarray:
     twice."""
     end = np.array([] if len(ids) and ids[-1] == tokenizer.end else [tokenizer.end], np.int32)
     return np.concatenate([with_begin(tokenizer, ids), end])
-
-
-def _ids(inner: Any, texts: Sequence[str]) -> list[np.ndarray]:
-    encodings = inner.encode_batch_fast(list(texts), add_special_tokens=False)
-    return [np.array(encoding.ids, np.int32) for encoding in encodings]
-
-
-def _encode_by_words(inner: Any, texts: Sequence[str]) -> list[np.ndarray]:
-    """The ids of texts, where each distinct word is encoded once, as source code repeats it fifty times; of whole texts
-    where they are not ASCII, or repeat few words."""
-    numbers: dict[str, int] = {}
-    words = [
-        np.array([numbers.setdefault(word, len(numbers)) for word in ASCII_WORD.findall(text)], np.int64)
-        for text in texts
-        if text.isascii()
-    ]
-    if sum(map(len, words)) < LEAST_REPEATS * len(numbers):
-        return _ids(inner, texts)
-    of_word = _ids(inner, list(numbers))
-    lengths = np.array([len(ids) for ids in of_word], np.int64)
-    every, starts = np.concatenate([np.zeros(0, np.int32), *of_word]), np.cumsum(lengths) - lengths
-
-    def joined(word: np.ndarray) -> np.ndarray:
-        """The ids of words, given by number."""
-        length = lengths[word]
-        first = starts[word] - (np.cumsum(length) - length)
-        return every[np.repeat(first, length) + np.arange(length.sum())]
-
-    ascii_texts, others = map(joined, words), iter(_ids(inner, [text for text in texts if not text.isascii()]))
-    return [next(ascii_texts if text.isascii() else others) for text in texts]
 
 
 def train_bpe(documents: Iterable[str], *, vocab: int, reserved: Sequence[str] = ()) -> Bpe:

@@ -1,14 +1,12 @@
 """Tokenizers give back every text, and say what is wrong with a file."""
 
 import base64
-import contextlib
 import hashlib
 import json
 import signal
 import subprocess
 import sys
 import time
-from unittest import mock
 
 import hypothesis.strategies as st
 import numpy as np
@@ -16,11 +14,10 @@ import pytest
 import tokenizers
 from hypothesis import given
 
-from parallax.data import tokenizer as tokenizer_module
 from parallax.data.prepare import Request, prepare
 from parallax.data.shards import ids_file
 from parallax.data.sources import open_source
-from parallax.data.tokenizer import Bpe, Bytes, load_tokenizer, split_long_words, train_bpe
+from parallax.data.tokenizer import Bytes, load_tokenizer, split_long_words, train_bpe
 from parallax.errors import ConfigError, DataError
 from parallax.inference.generate import encode
 
@@ -29,75 +26,6 @@ BPE = train_bpe(DOCUMENTS, vocab=290)
 TOKENIZERS = pytest.mark.parametrize("tokenizer", [Bytes(), BPE], ids=lambda tokenizer: tokenizer.name)
 
 texts = st.text(st.characters(exclude_categories=["Cs"]))
-
-
-def ids_of_library(tokenizer, many):
-    library = tokenizers.Tokenizer.from_str(tokenizer.content)
-    library.encode_special_tokens = True
-    return [encoding.ids for encoding in library.encode_batch(many, add_special_tokens=False)]
-
-
-@contextlib.contextmanager
-def encoded_texts(cpus):
-    """The numbers of texts that the library is given on a machine with so many CPUs."""
-    counts, ids = [], tokenizer_module._ids
-    count = lambda inner, texts: counts.append(len(texts)) or ids(inner, texts)  # noqa: E731
-    with mock.patch.multiple(tokenizer_module, usable_cpus=lambda: cpus, _ids=count):
-        yield counts
-
-
-@given(st.lists(st.one_of(texts, st.text(st.characters(max_codepoint=127)), st.text("ast' 1\t\n_\r\x0b\x1c"))))
-def test_texts_encoded_by_words_have_the_ids_that_the_library_gives_whole_texts(many):
-    many = 4 * [*many, "it's"]
-    with encoded_texts(cpus=2) as counts:
-        assert [ids.tolist() for ids in BPE.encode_many(many)] == ids_of_library(BPE, many)
-    assert len(counts) == 2  # words, and texts that are not ASCII
-
-
-def test_texts_of_few_repeated_words_and_those_on_many_cpus_are_encoded_as_they_are():
-    for cpus, many in ((2, ["the cat sat on the mat"]), (16, 4 * ["it's"])):
-        with encoded_texts(cpus) as counts:
-            assert [ids.tolist() for ids in BPE.encode_many(many)] == ids_of_library(BPE, many)
-        assert counts == [len(many)]
-
-
-SPLIT = {"type": "Split", "pattern": {"Regex": r"\d"}, "behavior": "Isolated", "invert": False}
-LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-OTHER_FILES = {
-    "unknown symbols are one token": (dict(model=dict(unk_token="<|endoftext|>", fuse_unk=True)), True),
-    "whole words first": (dict(model=dict(ignore_merges=True)), True),
-    "a prefix of further parts": (dict(model=dict(continuing_subword_prefix="##", merges=[])), True),
-    "a suffix of words": (dict(model=dict(end_of_word_suffix="</w>")), True),
-    "digits one by one": (dict(pre_tokenizer=dict(type="Sequence", pretokenizers=[SPLIT, LEVEL])), False),
-    "whole texts": (dict(pre_tokenizer=LEVEL), False),
-    "a space first": (dict(pre_tokenizer=LEVEL | dict(add_prefix_space=True, use_regex=True)), False),
-    "small letters": (dict(normalizer=dict(type="Lowercase")), False),
-    "a token of text": (dict(added_tokens=dict(content="at on", special=False)), False),
-}
-
-
-@pytest.mark.parametrize("name", OTHER_FILES)
-def test_other_files_are_encoded_by_words_only_where_that_gives_the_same_ids(name):
-    changes, by_words = OTHER_FILES[name]
-    content = json.loads(BPE.content)
-    vocab = content["model"]["vocab"]
-    vocab["Ġzebra"] = 1 + max(vocab.values())  # which no merge makes
-    for symbol in "QZ":
-        del vocab[symbol]
-    content["model"] |= changes.get("model", {})
-    content |= {part: changes[part] for part in ("pre_tokenizer", "normalizer") if part in changes}
-    if token := changes.get("added_tokens"):
-        content["added_tokens"].append(content["added_tokens"][0] | token | {"id": 2 + max(vocab.values())})
-    tokenizer = Bpe(json.dumps(content))
-    many = 4 * [
-        "The cat sat on  the mat's 1234\r\n\x1c QZQ zebra",
-        " it's<|endoftext|> QQ",
-        "\t\n the\x0b",
-        "zebra QZ é",
-    ]
-    with encoded_texts(cpus=2) as counts:
-        assert [ids.tolist() for ids in tokenizer.encode_many(many)] == ids_of_library(tokenizer, many)
-    assert (len(counts) == 2) == by_words
 
 
 @TOKENIZERS
