@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from parallax.config.sections import LossConfig, ModelConfig
+from parallax.config.sections import CLAMPED, LossConfig, ModelConfig
 from parallax.model import attention
 from parallax.model.batch import IGNORED
 from parallax.model.context import Context, tables_of_layers
@@ -21,9 +21,12 @@ from parallax.model.dropout import Dropout
 from parallax.model.embedding import EMBEDDINGS
 from parallax.model.families import FAMILIES
 from parallax.model.lora import noise_of
+from parallax.model.mlp import GatedMLP
 from parallax.model.transformer import Block, Parts
 from parallax.sharding.activations import ROWS, activation
 from parallax.sharding.layers_on_ranks import Arrangement
+
+MARGIN = 3e-6  # of the closest choice in a batch; float32 rounds scores by some 1e-7, and what is clamped by up to 6e-7
 
 
 class Notes(NamedTuple):
@@ -31,7 +34,7 @@ class Notes(NamedTuple):
 
     losses: jax.Array | float  # of a mixture, with their coefficients
     load_E: jax.Array  # how many tokens each expert got
-    margin: jax.Array | float  # between the worst score that was chosen and the best that was not
+    margin: jax.Array | float  # of the closest choice: of an expert by score, of a clamp by distance to its limit
 
 
 class PlainMixture(nn.Module):
@@ -56,15 +59,18 @@ class PlainMixture(nn.Module):
 
         def with_expert(y, expert):
             weight_BS1 = jnp.take(weights_BSE, expert, axis=-1)[..., None]
-            return y + weight_BS1 * self.of_expert(held, x, expert, limit), None
+            result, margin_BS = self.of_expert(held, x, expert, limit)
+            return y + weight_BS1 * result, jnp.where(weight_BS1[..., 0] > 0, margin_BS, jnp.inf).min()
 
         # A loop, of which one expert is compiled and not each.
-        y = m.router_scale * jax.lax.scan(with_expert, jnp.zeros_like(x), jnp.arange(m.experts))[0]
+        y, margins_E = jax.lax.scan(with_expert, jnp.zeros_like(x), jnp.arange(m.experts))
+        y, margin = m.router_scale * y, jnp.minimum(margin, margins_E.min())
         if m.shared_experts:
             gate = jax.nn.sigmoid(x @ params["shared_gate"]) if m.shared_gate else 1
             products = [functools.partial(self.shared_product, name) for name in ("gate", "up", "down")]
             limit = m.activation_limit if m.activation == "clamped" else None
-            y += gate * plain_mlp(x, products, limit, PLAIN_ACTIVATIONS.get(m.activation))
+            result, margin_BS = plain_mlp(x, products, limit, PLAIN_ACTIVATIONS.get(m.activation))
+            y, margin = y + gate * result, jnp.minimum(margin, margin_BS.min())
         share_BE = chosen_BSE.mean(axis=1) / m.experts_per_token
         mean_BE = (scores_BSE / scores_BSE.sum(axis=-1, keepdims=True)).mean(axis=1)
         balance = (m.experts * share_BE * mean_BE).sum(axis=-1).mean()
@@ -74,7 +80,7 @@ class PlainMixture(nn.Module):
         return y
 
     def of_expert(self, held, x, expert, limit):
-        """What one expert makes of all tokens."""
+        """What one expert makes of all tokens, and margins [B, S]."""
 
         def product(name, x):
             kernel = held[name][expert]
@@ -129,12 +135,23 @@ PLAIN_ACTIVATIONS |= {"gelu": functools.partial(jax.nn.gelu, approximate=False),
 
 
 def plain_mlp(x, products, limit=None, activation=jax.nn.silu):
+    """The MLP of x [B, S, D], and how near each token's values come to a limit [B, S]."""
     gate, up, down = products
     gated, wide = gate(x), up(x)
     if limit:
+        margin_BS = jnp.minimum(abs(gated - limit), abs(abs(wide) - limit)).min(axis=-1)
         gated, wide = jnp.minimum(gated, limit), jnp.clip(wide, -limit, limit)
-        return down(gated * jax.nn.sigmoid(1.702 * gated) * (wide + 1))
-    return down(activation(gated) * wide)
+        return down(gated * jax.nn.sigmoid(1.702 * gated) * (wide + 1)), margin_BS
+    return down(activation(gated) * wide), jnp.full(x.shape[:2], jnp.inf)
+
+
+def note_limits(call, args, kwargs, context):
+    """Of what a dense layer clamps: how near a value comes to the limit."""
+    result, mlp, name = call(*args, **kwargs), context.module.parent, context.module.name
+    is_product = context.method_name == "__call__" and name in ("gate", "up")
+    if is_product and isinstance(mlp, GatedMLP) and mlp.activation == CLAMPED:
+        mlp.sow("notes", "margins", abs((result if name == "gate" else abs(result)) - mlp.limit).min())
+    return result
 
 
 class PlainBlock(Block):
@@ -182,9 +199,12 @@ def plain_forward(model, params, batch, loss=None, key=None):
         x, number = state
         if key is not None:
             context = context._replace(key=jax.random.fold_in(key, 1 + number))
-        x, notes = parts.blocks[kind].apply({"params": weights} | noise_of(context), x, context, mutable="notes")
-        none = Notes(jnp.float32(0), jnp.zeros(model.experts, jnp.float32), jnp.float32(jnp.inf))
-        return (x, number + 1), notes["notes"]["mlp"]["mixture"][0] if model.base_of(kind) == "moe" else none
+        with nn.intercept_methods(note_limits):
+            x, notes = parts.blocks[kind].apply({"params": weights} | noise_of(context), x, context, mutable="notes")
+        of_mlp = notes.get("notes", {}).get("mlp", {})
+        margins = jnp.stack([jnp.float32(jnp.inf), *of_mlp.get("margins", ())])
+        none = Notes(jnp.float32(0), jnp.zeros(model.experts, jnp.float32), margins.min())
+        return (x, number + 1), of_mlp["mixture"][0] if model.base_of(kind) == "moe" else none
 
     order = Arrangement((0,), model.layer_kinds)
     with mock.patch.object(attention, "attend", plain_attend):  # which knows no blocks, and has jax.grad's gradient
@@ -237,12 +257,21 @@ def plain_losses_and_grad(model, params, batch, z_coefficient=0.0, loss=None, ke
 
 
 def closest_choices(model, params, batches):
-    """Of each batch the least of its notes' margins, in float64: by how much the closest choice of experts was made."""
+    """Of each batch the least of its notes' margins, in float64: by how much the closest choice was made."""
     exact, params = in_float64(model), jax.tree.map(np.float64, params)
     with float64():
         closest = jax.jit(lambda params, batch: plain_forward(exact, params, batch)[1].margin.min())
         for batch in batches:
             yield float(closest(params, batch))
+
+
+def without_close_choices(model, params, batches):
+    """The first batch in which no choice of experts, and no clamp, is so close that rounding could change it: there
+    the gradient jumps."""
+    for batch, margin in zip(batches, closest_choices(model, params, batches)):
+        if margin > MARGIN:
+            return batch
+    raise AssertionError("each batch has a close choice")
 
 
 def in_float64(model):
