@@ -9,7 +9,7 @@ Memory:   37.1 GiB of 80 on each of eight, as planned (python -m parallax.plan -
           reserves 60 by default. Half as many microbatches take 61.5 and, as compiled, 9 % more time.
 Time:     planned, not yet run: 11.7 s a step on eight H100 (MFU 49 %), 32.9 on eight A100 (55 %); as compiled with
           kernels at 70 % of peak 7.2 on H100, with them at peak 22.1 on A100. One H100 took as long as planned
-          (configs/gpu_80gb.py). On 32 H100 with --config.pipeline.microbatches=4 2.2 s as compiled, in 28.5 GiB.
+          (configs/gpu_80gb.py). On 32 H100 with --config.pipeline.microbatches=2 1.9 s as compiled, in 52.5 GiB.
 Loss:     not yet run.
 """
 

@@ -33,17 +33,19 @@ export PARALLAX_JOB_TOKEN
 export XLA_FLAGS="--xla_gpu_nccl_termination_timeout_seconds=7500 ${XLA_FLAGS:-}"
 export NCCL_DEBUG="${NCCL_DEBUG:-WARN}"
 
-# The config's 16 microbatches of 256 windows are for up to 16 GPUs.
-fewer=
-if [ -z "${CONFIG:-}" ] && [ "$SLURM_NTASKS" -gt 2 ]; then
-  fewer=--config.pipeline.microbatches=4
+# The config's 16 microbatches of 256 windows are for one node. Over a network each of them waits for its weights: so a GPU
+# takes four windows at once, for which it needs 50 to 56 GiB (docs/hardware.md). For another batch say how many.
+microbatches=
+if [ -z "${CONFIG:-}" ] && [ "$SLURM_NTASKS" -gt 1 ]; then
+  gpus=$((SLURM_NTASKS * ${SLURM_GPUS_ON_NODE:-8}))
+  microbatches=--config.pipeline.microbatches=$((gpus < 64 ? 64 / gpus : 1))
 fi
 
 # When one task has ended, the others have a minute for their last words.
 # A task has its cores by srun's own flag: from SLURM 22.05 on sbatch's is not taken over.
 # shellcheck disable=SC2016  # the shell of each task has its own SLURM_PROCID
 srun --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" --kill-on-bad-exit=0 --wait=60 bash -c 'PARALLAX_PROCESS_ID=$SLURM_PROCID exec "$@"' process \
-  .venv/bin/python -u train.py --config="${CONFIG:-configs/gpu_80gb_x8.py}" ${fewer:+"$fewer"} \
+  .venv/bin/python -u train.py --config="${CONFIG:-configs/gpu_80gb_x8.py}" ${microbatches:+"$microbatches"} \
   --run-name="$RUN_NAME" --max-runtime="${MAX_RUNTIME:-7h45m}" --stopped-status=75 "$@"
 status=$?
 

@@ -174,7 +174,7 @@ def test_nccl_is_ended_behind_every_limit_of_the_run():
     assert max(limits.compile_secs, limits.wait_secs) < launch.NCCL_SECS
 
 
-@pytest.mark.parametrize("nodes", [1, 2, 4])
+@pytest.mark.parametrize("nodes", [1, 2, 4, 8, 16])
 def test_the_slurm_example_trains_on_the_gpus_that_it_asks_for(tmp_path, nodes):
     """As shipped, and on more nodes."""
     script = (ROOT / "launch" / "slurm.sh").read_text()
@@ -184,7 +184,7 @@ def test_the_slurm_example_trains_on_the_gpus_that_it_asks_for(tmp_path, nodes):
     command = srun_of(tmp_path, 0, ntasks=nodes)[1].split(" process ")[1].split()
     assert command[:3] == [".venv/bin/python", "-u", "train.py"]
     own = [word for word in command[2:] if not word.startswith(("--run-name", "--max-runtime", "--stopped-status"))]
-    assert len(own) == 2 + (nodes > 2)
+    assert len(own) == 2 + (nodes > 1)
     check_fits_on(own, nodes * int(asked["gpus-per-node"]), slices=1)
 
 
