@@ -86,7 +86,8 @@ def settings_on(name: str, topology: Any, replicas: int) -> Any:
 
     config = config_of(name)
     stages = topology.slices // math.gcd(topology.slices, replicas)  # without replicas, stages cross the network
-    config.mesh.update(simulate=0, pp=stages, dp=topology.devices // replicas // stages, ep=1, replica=replicas)
+    beside = {"cp": 1, "ep": 1, "tp": 1}
+    config.mesh.update(simulate=0, pp=stages, dp=topology.devices // replicas // stages, replica=replicas, **beside)
     config.data.global_batch = BATCHES[name]
     config.model.dtype = "bfloat16"
     config.pipeline.microbatches = stages

@@ -233,7 +233,7 @@ PARSED = {
             (DP_512, " --config.model.vocab_multiple=1"),
         )
     },
-    "python -m parallax.plan --config=configs/llama_1b_16.py --topology=v5e:4x4 --sweep --keep=5 --most=0 "
+    "python -m parallax.plan --config=configs/llama_1b_16.py --topology=v5e:4x4 --sweep --analytic --keep=5 "
     "--svg=docs/plan.svg": LONG,
     "python -m parallax.plan --config=configs/llama2_7b_64.py --topology=v5p:4x4x4 --sweep --svg=layouts.svg": LONG,
     **{
