@@ -10,7 +10,7 @@ Command:  python train.py --config=configs/gpt_oss_20b.py --config.data.path=FIL
 Hardware: eight NVIDIA H100 of 80 GB.
 Memory:   53.8 GiB of 80 on each as compiled, 53.4 as planned (python -m parallax.plan --config=configs/gpt_oss_20b.py
           --topology=H100:1x8), of 60 that JAX reserves by default; XLA_CLIENT_MEM_FRACTION=0.92 leaves more room.
-Time:     not yet run. As compiled 1.75 s a step (MFU 43 %), as planned 2.83 (27 %): experts are kernels for Triton
+Time:     not yet run. As compiled 1.75 s a step (MFU 43 %), as planned 2.84 (27 %): experts are kernels for Triton
           (docs/measured/ep.md), and so is attention, since model.kernel="auto" is "triton" here, which has sinks as
           cuDNN's attention has not. No GPU has run these kernels.
 Loss:     not yet run.
