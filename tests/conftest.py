@@ -72,6 +72,11 @@ def pytest_collection_finish():
     gc.freeze()
 
 
+def pytest_sessionfinish():
+    """Pytest then collects twice, and Python at its end: each would look through all programs that are still held."""
+    gc.freeze()
+
+
 def pytest_runtest_teardown(item, nextitem):
     """Files share programs, as that of the tiny run; held on to, those of all files are gigabytes."""
     global most_bytes

@@ -22,6 +22,10 @@ from parallax.display.units import in_bytes
 from parallax.errors import CheckpointError, first_line
 from parallax.storage import files
 
+# Of a replicated array each device writes a part, if the parts have so many bytes. Orbax cuts them on the device, by a
+# program of its own for each part and device: of a small array one device writes all.
+PART_BYTES = 1 << 20
+
 
 class CheckpointWriter(contextlib.AbstractContextManager):
     """Writes the checkpoints of one run into a folder.
@@ -61,7 +65,7 @@ class CheckpointWriter(contextlib.AbstractContextManager):
             # Orbax would remove the files of a step in any order; so here it keeps all steps.
             in_background = ocp.AsyncOptions(post_finalization_callback=self._write_manifest)
             options = ocp.CheckpointManagerOptions(async_options=in_background, lightweight_initialize=True)
-            self._manager = LocalSaver(self._plain.path, options=options)
+            self._manager = LocalSaver(self._plain.path, options=options, handler_registry=array_handlers())
         else:
             self._manager = ObjectSaver(self._folder, self._end_in_bucket)
 
@@ -89,7 +93,7 @@ class CheckpointWriter(contextlib.AbstractContextManager):
             marks = fingerprints(tree).items()
             arrays[part] = {name: {**shape_and_dtype(tree[name]), "fingerprint": mark} for name, mark in marks}
         self._in_flight = {"step": step, "loss": loss, "settings": self._settings, "arrays": arrays}
-        items = {part: ocp.args.StandardSave(tree) for part, tree in flat.items()}
+        items = {part: ocp.args.PyTreeSave(tree) for part, tree in flat.items()}
         with self._saving(step):
             self._may_write()
             saved = self._manager.save(step, args=ocp.args.Composite(**items), force=True)
@@ -205,6 +209,15 @@ class LocalSaver(ocp.CheckpointManager):
 
     def reached_preemption(self, step: int) -> bool:
         return False
+
+
+def array_handlers() -> ocp.CheckpointHandlerRegistry:
+    """Orbax's handlers of trees of arrays, which do not cut parts of less than PART_BYTES."""
+    arrays = ocp.type_handlers.ArrayHandler(min_slice_bytes_for_replica_parallel=PART_BYTES)
+    types = ocp.type_handlers.create_type_handler_registry((jax.Array, arrays))
+    registry = ocp.DefaultCheckpointHandlerRegistry()
+    registry.add(None, ocp.args.PyTreeSave, ocp.PyTreeCheckpointHandler(type_handler_registry=types))
+    return registry
 
 
 @functools.cache  # once in a process, since others may install hooks on top of ours

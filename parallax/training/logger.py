@@ -220,8 +220,10 @@ class TensorBoard:
             self._ended.set()
             if self._thread.is_alive():
                 self._thread.join()
-            self.flush()
-            self._file.close()
+            try:
+                self.flush()
+            finally:  # left open, an empty file would be closed when Python ends, which 3.12 says it cannot
+                self._file.close()
 
     def _send_often(self) -> None:
         while not self._ended.wait(EVENTS_SECS):

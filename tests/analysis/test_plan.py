@@ -18,6 +18,7 @@ import jax
 import pytest
 from jax.sharding import AbstractMesh, AxisType
 from support.plan_changes import changes_of
+from support.run_examples import cached, settings_of_model
 from support.stand_ins import on_write
 from support.step_collectives import at_once
 
@@ -67,6 +68,7 @@ from parallax.analysis.planned.step_time import (
 )
 from parallax.analysis.planned.sweep import Cache, LeastWork, PricedLayout, Sweep, draw, front, price
 from parallax.analysis.planned.topology import GET_CUDA, devices_of, read_topology
+from parallax.analysis.traced import trace
 from parallax.analysis.traced.collectives import Sent, collectives
 from parallax.analysis.traced.flops import flops_in_8_bits_per_token
 from parallax.analysis.traced.memory import predicted_memory
@@ -113,6 +115,18 @@ def config(tmp_path_factory):
     path = tmp_path_factory.mktemp("config") / "tiny.py"
     path.write_text(TINY)
     return f"--config={path}"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def traced_once():
+    """Plans of equal settings on equal meshes share their traced step; none of these tests changes what is traced."""
+
+    def of(model, *shape):
+        return *settings_of_model(model.settings, model.mesh), model.measures, shape
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trace, "_step_program", cached(trace._step_program, of))
+        yield
 
 
 @functools.cache

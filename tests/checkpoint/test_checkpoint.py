@@ -15,6 +15,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from support.checkpoint_examples import SETTINGS, abstract, make_parts, mesh_of, save_steps
+from support.stand_ins import COMPILED
 
 from parallax.checkpoint import arrays
 from parallax.checkpoint.fingerprint import RunningFingerprint, fingerprint, fingerprints
@@ -41,6 +42,32 @@ def test_a_checkpoint_loads_bit_for_bit_onto_any_mesh(tmp_path_factory, sizes):
     for got, want in zip(jax.tree.leaves(found), jax.tree.leaves(wanted)):
         assert got.sharding == want.sharding and got.dtype == want.dtype
         assert np.asarray(got).tobytes() == np.asarray(want).tobytes()
+
+
+def replicated(shape):
+    """An array that all of four devices have."""
+    x = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
+    return jax.device_put(x, NamedSharding(mesh_of(1, 4, 1), P()))
+
+
+@pytest.mark.parametrize("part_bytes", [16, 1 << 20], ids=["in parts", "by one device"])
+def test_replicated_arrays_load_bit_for_bit(tmp_path, monkeypatch, part_bytes):
+    monkeypatch.setattr("parallax.checkpoint.save.PART_BYTES", part_bytes)
+    parts = {"params": {"x": replicated((8, 4)), "scalar": replicated(())}}
+    with CheckpointWriter(tmp_path, CheckpointConfig(every_steps=1), settings=SETTINGS) as checkpoints:
+        checkpoints.save(1, parts)
+    loaded = restore(tmp_path, 1, abstract(parts))["params"]
+    for name, x in parts["params"].items():
+        assert np.asarray(loaded[name]).tobytes() == np.asarray(x).tobytes()
+
+
+def test_small_replicated_arrays_are_not_cut_by_programs_of_their_own(tmp_path):
+    """The fingerprints are one program, whatever the number of arrays."""
+    params = {f"x{size}": replicated((size, 4)) for size in (4, 8, 12)}
+    before = len(COMPILED)
+    with CheckpointWriter(tmp_path, CheckpointConfig(every_steps=1), settings=SETTINGS) as checkpoints:
+        checkpoints.save(1, {"params": params})
+    assert len(COMPILED[before:]) == 1
 
 
 def test_parameters_load_without_the_rest(tmp_path):

@@ -3,6 +3,7 @@
 import contextlib
 import importlib.util
 import json
+import threading
 
 import pytest
 from support import faulty_store
@@ -51,6 +52,21 @@ def logging_in(bucket, tmp_path, after):
     yield logger
 
 
+def kill(logger):
+    """End the threads of a log, which sends nothing more."""
+    (tensorboard,) = logger._writers
+    tensorboard._ended.set()
+    tensorboard._thread.join()
+    tensorboard._file._events.close()
+
+
+def writing_threads():
+    """The threads of open files of events."""
+    from tensorboardX.event_file_writer import _EventLoggerThread
+
+    return {thread for thread in threading.enumerate() if isinstance(thread, _EventLoggerThread)}
+
+
 @needs_tensorboard_x
 def test_a_killed_run_and_the_next_one_are_one_curve(bucket, tmp_path):
     with logging_in(bucket, tmp_path, 0) as killed:
@@ -58,6 +74,7 @@ def test_a_killed_run_and_the_next_one_are_one_curve(bucket, tmp_path):
             killed.record(step, {"train/loss": float(step)})
             killed.flush()  # as before each manifest
         killed.record(4, {"train/loss": 4.0})
+    kill(killed)
     with logging_in(bucket, tmp_path, 2) as logger, logger:
         for step in (3, 4):
             logger.record(step, {"train/loss": 10.0 + step})
@@ -84,6 +101,16 @@ def test_events_are_stored_now_and_then_and_after_a_store_has_failed(store, buck
         logger.record(3, {"train/loss": 3.0})
         while len(events_of(bucket)) < 3:
             pass
+
+
+@needs_tensorboard_x
+def test_a_store_that_fails_at_the_end_leaves_no_file_open(store, bucket, tmp_path):
+    """Python 3.12 would print a traceback when it ends: what is open is closed then, in a new thread."""
+    before = writing_threads()
+    fails = store.having(faulty_store.of("PUT", faulty_store.expired, "/tensorboard/"))
+    with logging_in(bucket, tmp_path, 0) as logger, fails, logger:
+        logger.record(1, {"train/loss": 1.0})
+    assert events_of(bucket) == {} and writing_threads() == before
 
 
 @needs_tensorboard_x
