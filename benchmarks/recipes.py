@@ -133,7 +133,8 @@ def mlp_secs(changes: dict[str, Any], device: Any, tokens: int, d_model: int, d_
     x = jax.ShapeDtypeStruct((1, tokens, d_model), "bfloat16")
     params, x = jax.tree.map(place, (nn.meta.unbox(shapes), x))
     local = jax.shard_map(step, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(mesh.axis_names))
-    compiled = jax.jit(local, compiler_options=compiler_options(mesh, model.matmul)).lower(params, x, x).compile()
+    options = compiler_options(mesh, model.matmul, has_fixed_ranges=model.matmul_scales == "fixed")
+    compiled = jax.jit(local, compiler_options=options).lower(params, x, x).compile()
     return read_compiled(compiled, mesh).cycles / chip(device.device_kind).clock_hz
 
 

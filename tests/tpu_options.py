@@ -33,6 +33,9 @@ def main() -> None:
             assert compiler.compiler_options(mesh, has_mixtures=True) == of_mixtures and not heard.getvalue()
             of_streams = said | compiler.OF_STREAMS.get(name, {})
             assert compiler.compiler_options(mesh, has_streams=True) == of_streams and not heard.getvalue()
+            of_ranges = said | compiler.OF_FIXED_RANGES.get(name, {})
+            taken = compiler.compiler_options(mesh, "float8", has_fixed_ranges=True)
+            assert taken == of_ranges and not heard.getvalue()
             compiler.OPTIONS[name] = {"xla_tpu_no_such_option": True} | said
             assert compiler.compiler_options(mesh) == said
         (line,) = heard.getvalue().splitlines()

@@ -7,6 +7,7 @@ import flax.linen as nn
 import jax.numpy as jnp
 from jax import Array
 
+from parallax.config.remat import NORM
 from parallax.config.sections import COMPUTE, DELAYED, EIGHT_BITS
 from parallax.model.products import (
     AMAX_LAYOUT,
@@ -90,8 +91,8 @@ class Dense(nn.Module):
         axes_before, axes = (Layout.parse(layout).used_axes() for layout in (before or self.x, self.x))
         pieces = math.prod(bound_axis_sizes().get(axis, 1) for axis in axes_before if axis not in axes)
         saved = self.matmul_residuals == EIGHT_BITS and pieces == 1
-        layouts = dict(x_layout=self.x, weight=self.weight)
-        return ProductInput.of(x, self.amax, form=self.matmul, part=part if saved else "", **layouts)
+        said = dict(x_layout=self.x, weight=self.weight, part=part if saved else "", shared=part == NORM)
+        return ProductInput.of(x, self.amax, form=self.matmul, **said)
 
     def __call__(self, x: Array | ProductInput | Streams, *, zeros_after: int = 0) -> Array | Streams:
         """The product, with so many zeros appended to the last dim."""

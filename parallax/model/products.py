@@ -52,6 +52,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from parallax.config.sections import BLOCK_SCALES, COMPUTE, DELAYED, EIGHT_BITS, FIXED, MXFP8, NVFP4, ROW_SCALES
 from parallax.sharding.collectives import as_varying, max_over, vary_alike, varying_axes
+from parallax.sharding.compiler import rounds_in_products
 from parallax.sharding.eight_bits import LARGEST_NUMBERS, to_eight_bits
 from parallax.sharding.einsum import einsum_letters
 from parallax.sharding.layout import COUNTING_DIMS, Layout
@@ -191,6 +192,10 @@ class Operand(NamedTuple):
         parts, of_parts = _apart(self.values, self.unit)
         return Operand((parts.astype(jnp.float32) * of_parts).astype(dtype).reshape(self.values.shape), None)
 
+    def rounded_once(self) -> "Operand":
+        """The same, not to be rounded again in each product that reads it."""
+        return self._replace(values=lax.optimization_barrier(self.values)) if rounds_in_products() else self
+
     @property
     def sums(self) -> Any:
         """The dtype of sums of products; None if the numbers are not rounded."""
@@ -240,7 +245,8 @@ class Call(NamedTuple):
         product = self.product
         if product.known or not product.gradient:
             amax = None if amax is None else amax[GRADIENT]
-            return Operand.of(dy, product.gradient, amax, fixed=product.scales == FIXED)
+            operand = Operand.of(dy, product.gradient, amax, fixed=product.scales == FIXED)
+            return operand.rounded_once() if product.scales == FIXED else operand
         return token_operand(product, dy, product.gradient, self.layouts[2], self.layouts[1], columns=columns)
 
 
@@ -285,15 +291,23 @@ class ProductInput(NamedTuple):
 
     @staticmethod
     def of(
-        x: Array, amax: Array | None, *, form: str, x_layout: str = "", weight: str = "", part: str = ""
+        x: Array,
+        amax: Array | None,
+        *,
+        form: str,
+        x_layout: str = "",
+        weight: str = "",
+        part: str = "",
+        shared: bool = False,
     ) -> "ProductInput":
         """An input rounded with the scale of the first product that reads it, whose weight has this layout. `part` is
-        the name of its 8 bits for `pipeline.remat`; "" for no name."""
+        the name of its 8 bits for `pipeline.remat`; "" for no name. `shared`: whether several products read it."""
         product, fixed, most, columns = product_of(form), lax.stop_gradient(x), None, None
         if product.known:
             amax = product.amax(amax)
             amax = lax.stop_gradient(amax)[INPUT]
             operand = Operand.of(fixed, product.operand, amax, fixed=product.scales == FIXED)
+            operand = operand.rounded_once() if shared and product.scales == FIXED else operand
             most = largest(fixed) if product.scales == DELAYED else None
         else:
             rounded = partial(token_operand, product, fixed, product.operand)

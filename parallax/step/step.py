@@ -11,7 +11,7 @@ from jax import Array
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from parallax.config.sections import STREAMS, GuardConfig
+from parallax.config.sections import FIXED, STREAMS, GuardConfig
 from parallax.config.settings import NO_CODE, Settings, check_settings, with_code
 from parallax.errors import ConfigError
 from parallax.model.batch import BATCH_ARRAYS, GROUPS
@@ -325,7 +325,8 @@ def first_positions(seq: int) -> list[int]:
 def options_of(model: ShardedModel) -> Options:
     """Compiler options for programs of this model on its mesh."""
     config, has_streams = model.config, model.layout.tensor_parallel == STREAMS
-    return compiler_options(model.mesh, config.matmul, has_mixtures=config.has_mixtures, has_streams=has_streams)
+    said = dict(has_fixed_ranges=config.matmul_scales == FIXED, has_mixtures=config.has_mixtures)
+    return compiler_options(model.mesh, config.matmul, has_streams=has_streams, **said)
 
 
 def _jitted_on(model: ShardedModel, function: Callable) -> Callable:

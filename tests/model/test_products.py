@@ -371,6 +371,31 @@ def test_float8_with_fixed_ranges_is_rounded_without_a_pass_over_the_whole_opera
     assert ("reduce_and" in traced) == waits and "reduce_max" not in traced
 
 
+def test_what_two_products_read_is_rounded_once_where_xla_would_round_in_each(monkeypatch):
+    """With fixed ranges on v7x. A gradient is read by two products, a shared input by those of several weights."""
+    pattern, form = next(iter(WIDE)), "float8 fixed 8bit 4 0.25 0.5"
+    _, *given = wide_operands(pattern)
+
+    def traced():  # anew
+        def both(x, w):
+            shared = ProductInput.of(x, None, form=form, shared=True)
+            return [scaled_product(pattern, read, w, form=form) for read in (shared, x)]
+
+        def run(x, w, dy):
+            y, pull = jax.vjp(both, x, w)
+            return *y, *pull([dy, dy])
+
+        return str(jax.make_jaxpr(run)(*given)), jax.jit(run)(*given)
+
+    program, plain = traced()
+    assert "optimization_barrier" not in program
+    monkeypatch.setattr(products, "rounds_in_products", lambda: True)
+    program, behind_barriers = traced()
+    assert program.count("optimization_barrier") == 1 + 2  # of the shared input, and of each product's gradient
+    for before, after in zip(plain, behind_barriers, strict=True):
+        np.testing.assert_array_equal(before, after)
+
+
 @pytest.mark.fast(4)
 @pytest.mark.parametrize("form", [f"{form} 8bit" for form in OWN[:7]])
 def test_zeros_give_zeros(form):

@@ -90,6 +90,16 @@ def test_permutes_of_token_streams_begin_several_products_ahead_on_v5p(refusing)
     assert added == {"TPU v5 lite": {}, "TPU v5p": dict.fromkeys(counted, 0.4)}
 
 
+def test_products_in_float8_of_fixed_ranges_may_round_their_inputs_on_v7x(refusing):
+    refusing(lambda options: "")
+    rounds = {"xla_tpu_allow_conv_input_fusion_with_downcast_convert": True}
+    for kind, more in (("TPU v5p", {}), ("TPU7x", rounds)):
+        mesh = mesh_on((1, 16, 1), (4, 4, 1), kind)
+        assert compiler_options(mesh, "float8", has_fixed_ranges=True) == compiler_options(mesh) | more
+        assert compiler_options(mesh, "float8") == compiler_options(mesh)
+        assert compiler_options(mesh, "int8", has_fixed_ranges=True) == compiler_options(mesh)
+
+
 def test_slots_are_carried_from_tick_to_tick_where_each_tick_would_clear_them():
     assert clears_what_is_overwritten(ChipMesh(np.array([Chip("gpu", "NVIDIA H100")], object)))
     assert not clears_what_is_overwritten(mesh_on((1, 1, 1), (1,)))
