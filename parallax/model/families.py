@@ -52,7 +52,7 @@ class Family(NamedTuple):
     def normed(self, x: Array | Streams) -> Array | Streams:
         """What an MLP's products read of its normed input. If norms are apart, the compiler fuses nothing that reads
         its gradient into these products."""
-        return _with_gradient_apart(x) if self.norms_apart else x
+        return with_gradient_apart(x) if self.norms_apart else x
 
     def given_back(self, x: Array) -> Array | Streams:
         """All tokens of an activation [B, S, ...] in the form in which `read` has them."""
@@ -85,11 +85,13 @@ class Family(NamedTuple):
 
 
 @jax.custom_vjp
-def _with_gradient_apart(x: Any) -> Any:
+def with_gradient_apart(x: Any) -> Any:
+    """The same arrays, whose gradients are behind a barrier: the compiler writes them, and fuses them with nothing that
+    reads them."""
     return x
 
 
-_with_gradient_apart.defvjp(lambda x: (x, None), lambda _, dx: (lax.optimization_barrier(dx),))
+with_gradient_apart.defvjp(lambda x: (x, None), lambda _, dx: (lax.optimization_barrier(dx),))
 
 
 FAMILIES = {

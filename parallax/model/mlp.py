@@ -14,8 +14,9 @@ from jax.ad_checkpoint import checkpoint_name
 
 from parallax.config.sections import CLAMPED, MLP, ModelConfig
 from parallax.model.dense import Dense
-from parallax.model.families import Family
+from parallax.model.families import Family, with_gradient_apart
 from parallax.sharding.activations import activation
+from parallax.sharding.compiler import computes_gradients_again
 from parallax.sharding.streams import per_stream
 
 SLOPE = 1.702  # with which the sigmoid is near the error function of GELU (Hendrycks and Gimpel 2016, section 2)
@@ -110,7 +111,9 @@ class GatedMLP(nn.Module):
         wide_gate, wide_up = gate(x), up(x)
         activated = Activation(self.activation, self.limit)
         wide_gate, wide_up = checkpoint_name(wide_gate, "ffn"), checkpoint_name(wide_up, "ffn")
-        hidden = per_stream(lambda gate, up: _gated(gate, up, activated), wide_gate, wide_up)
+        # In 8 bits the gradients' rounding and maxima are to be computed with them.
+        apart = computes_gradients_again() and self.matmul == "compute"
+        hidden = per_stream(lambda gate, up: _gated(gate, up, activated, apart), wide_gate, wide_up)
         # Here, so that the result of the last product need not be saved for the weight's gradient.
         hidden = hidden if weight is None else per_stream(operator.mul, hidden, self.family.given_back(weight))
         return down(down.input(checkpoint_name(hidden, "swiglu"), part="swiglu"))
@@ -151,9 +154,9 @@ class PlainMLP(GatedMLP):
 
 # Their backward passes save only gate and up. `prevent_cse` would put a barrier before them: XLA would copy what they
 # read from slots, and fuse it with nothing.
-@partial(jax.checkpoint, prevent_cse=False, static_argnums=2)
-def _gated(gate: Array, up: Array, activation: Activation) -> Array:
-    return activation(gate, up)
+@partial(jax.checkpoint, prevent_cse=False, static_argnums=(2, 3))
+def _gated(gate: Array, up: Array, activation: Activation, gradients_apart: bool) -> Array:
+    return activation(*(with_gradient_apart((gate, up)) if gradients_apart else (gate, up)))
 
 
 @partial(jax.checkpoint, prevent_cse=False, static_argnums=1)

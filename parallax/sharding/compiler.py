@@ -92,6 +92,8 @@ if version_of("jaxlib").startswith("0.10."):
 # Chips on which the gradient of attention's output, a product with a kernel of heads, takes twice as long if the dim
 # that it sums over is the last in memory.
 HEADS_LAST = ("TPU v6e", "TPU v7x")
+# Chips on which steps were compiled with the gradients of a gated MLP's two factors written, and not computed again.
+FACTORS_WRITTEN = ("TPU v6e",)
 # Chips on which steps were compiled with and without the passes over memory that XLA is spared below.
 FEWER_PASSES = ("TPU v5e", "TPU v5p", "TPU v6e", "TPU v7x")
 
@@ -323,6 +325,17 @@ def rounds_in_products() -> bool:
     behind a barrier.
     """
     return platform_traced() == "tpu" and name_of_kind(device_kind_planned()) in OF_FIXED_RANGES
+
+
+def computes_gradients_again() -> bool:
+    """Whether the program being traced is for a chip on which XLA, left to itself, computes the gradient of a gated
+    MLP's up in each product that reads it, at a loss.
+
+    The product through `down` writes its result and gate's gradient, and the product through `up` and that of its
+    weight's gradient compute up's from both. Behind a barrier the first writes both gradients as fast, and the others
+    take 0.12 ms less, of 4.30 of a layer's backward pass in configs/llama_1b_16.py on v6e.
+    """
+    return platform_traced() == "tpu" and name_of_kind(device_kind_planned()) in FACTORS_WRITTEN
 
 
 def first_group(mesh: Mesh, axes: Sequence[str]) -> int:

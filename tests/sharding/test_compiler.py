@@ -16,6 +16,7 @@ from parallax.sharding import compiler, plan, slots
 from parallax.sharding.compiler import (
     clears_what_is_overwritten,
     compiler_options,
+    computes_gradients_again,
     first_group,
     keeps_stream_in_rows,
     reads_heads_last,
@@ -107,22 +108,22 @@ def test_slots_are_carried_from_tick_to_tick_where_each_tick_would_clear_them():
 
 
 @pytest.mark.parametrize(
-    ("kind", "heads", "fewer_passes"),
+    ("kind", "heads", "fewer_passes", "again"),
     [
-        ("TPU v4", False, False),
-        ("TPU v5 lite", False, True),
-        ("TPU v5p", False, True),
-        ("TPU v6 lite", True, True),
-        ("TPU7x", True, True),
+        ("TPU v4", False, False, False),
+        ("TPU v5 lite", False, True, False),
+        ("TPU v5p", False, True, False),
+        ("TPU v6 lite", True, True, True),
+        ("TPU7x", True, True, False),
     ],
 )
-def test_what_a_compiler_is_spared_is_for_chips_on_which_it_was_compiled(kind, heads, fewer_passes):
+def test_what_a_compiler_is_spared_is_for_chips_on_which_it_was_compiled(kind, heads, fewer_passes, again):
     device = jax.sharding.AbstractDevice(kind, None, "tpu")
     with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("dp",), abstract_device=device)):
-        assert (reads_heads_last(), scales_queries_first()) == (heads, fewer_passes)
+        assert (reads_heads_last(), scales_queries_first(), computes_gradients_again()) == (heads, fewer_passes, again)
     mesh = mesh_on((1, 1, 1), (1, 1, 1), kind)
     assert keeps_stream_in_rows(mesh) == saves_means_of_norms(mesh) == fewer_passes
-    assert not reads_heads_last() and not scales_queries_first()
+    assert not reads_heads_last() and not scales_queries_first() and not computes_gradients_again()
     assert not keeps_stream_in_rows(mesh_of(1, 1, 1)) and not saves_means_of_norms(mesh_of(1, 1, 1))
 
 
