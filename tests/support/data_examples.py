@@ -14,10 +14,11 @@ from parallax.data.sources import Source
 TEXTS = ["one little document", "", "é and 日本", "three\nthree\nthree", "x", "the fifth is a longer document " * 9]
 
 
+SECTION = dict(get_config().data)  # made once: a test may read a thousand configs
+
+
 def data_config(**changes) -> DataConfig:
-    section = get_config().data
-    section.update(changes)
-    return DataConfig(**section)
+    return DataConfig(**(SECTION | changes))
 
 
 def source_of(texts: list[str]) -> Source:
