@@ -2,7 +2,6 @@
 scales and of stochastic rounding are equal."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -32,12 +31,15 @@ CASES = {
 # Sums differ by mesh in their last places. An operand that lies between two 8-bit numbers may go to either, and with it
 # a token's part of gradients: they are then off by up to 5 % of a leaf's norm, as in test_products_on_meshes.py. In a
 # step without such an operand only what is as near to the place where a random number decides is not the same: less
-# than 1 %.
+# than 1 %. The loss is off by up to 1.04e-5 then, as the emulation's is when the table moves by 1e-7: so a step takes a
+# batch that has no such operand in its forward pass.
 LOSS_ERROR, STATE_ERROR, OTHER_BITS = 1e-5, 0.05, 0.01
+MOVE, DRAWS = 3e-7, 8  # of the table, by some roundings
 
 
 def emulated_step(case, dtypes):
-    """A function of (state, batch, step): the loss, and arrays as they are stored by field and name, float64."""
+    """A function of (state, batch, step): the loss, and arrays as they are stored by field and name, float64. One of
+    (state, batch): whether rounding decides where an operand of the forward pass goes. And the names of scales."""
     one = build((1, 1, 1), **case)
     plain, rows, form = optimizer(one), named_leaves(one.plan.rows), Form(case["matmul"], one.fsdp.gather_dtype)
     like = jax.eval_shape(plain.init, one.shapes)
@@ -48,10 +50,22 @@ def emulated_step(case, dtypes):
         updates, opt_state = plain.update(grads, opt_state, params)
         return loss, grads, optax.apply_updates(params, updates), opt_state
 
+    def of_state(state, batch, move=0.0, rng=None):
+        def moved(path, x):
+            is_moved = move and "table" in jax.tree_util.keystr(path)
+            return np.float32(x) * np.float32(1 + move * rng.normal(size=x.shape) if is_moved else 1)
+
+        params = jax.tree_util.tree_map_with_path(moved, state.params)
+        return computed(params, as_float32(state.opt_state, like), batch)
+
+    def has_tie(state, batch):
+        loss, rng = of_state(state, batch)[0], np.random.default_rng(0)
+        losses = [of_state(state, batch, MOVE, rng)[0] for _ in range(DRAWS)]
+        return not np.allclose(losses, loss, rtol=LOSS_ERROR / 10, atol=0)
+
     def run(state, batch, number, seed=SEED):
         before = named_leaves(state.params)
-        params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), state.params)
-        loss, grads, params, opt_state = computed(params, as_float32(state.opt_state, like), batch)
+        loss, grads, params, opt_state = of_state(state, batch)
         found = {}
         for name, x in named_leaves(params).items():
             dtype = before[name].dtype.name
@@ -66,7 +80,7 @@ def emulated_step(case, dtypes):
                 found[field, name] = stored(field, name, np.float32(x), dtype, rows[name], (seed, number))
         return float(loss), found
 
-    return run, {name for name in rows if name.endswith("amax")}
+    return run, has_tie, {name for name in rows if name.endswith("amax")}
 
 
 def arrays(state):
@@ -87,14 +101,14 @@ def share_of_other_bits(found, expected, dtypes):
 def test_steps_on_a_mesh_are_those_emulated_in_float32(mesh, case, dtypes):
     model = model_of(mesh, case, dtypes)
     step = TrainStep(model, optimizer(model, **dtypes), seed=SEED)
-    emulated, scales = emulated_step(case, dtypes)
-    batches = [make_batch(rows=16, seed=number) for number in range(STEPS)]
-    on_mesh = [jax.device_put(batch, model.batch_sharding) for batch in batches]
-    state, others = step.init(on_mesh[0]), []
+    emulated, has_tie, scales = emulated_step(case, dtypes)
+    batches = (make_batch(rows=16, seed=number) for number in range(50))
+    state, others = step.init(jax.device_put(make_batch(rows=16), model.batch_sharding)), []
     for number in range(STEPS):
         before = jax.tree.map(np.asarray, state)
-        loss, expected = emulated(before, batches[number], number)
-        state, metrics = step(state, on_mesh[number])
+        batch = next(batch for batch in batches if not has_tie(before, batch))
+        loss, expected = emulated(before, batch, number)
+        state, metrics = step(state, jax.device_put(batch, model.batch_sharding))
         np.testing.assert_allclose(metrics["loss"], loss, rtol=LOSS_ERROR)
         found = arrays(state)
         assert found.keys() == expected.keys() and len(scales) >= 3
@@ -106,5 +120,5 @@ def test_steps_on_a_mesh_are_those_emulated_in_float32(mesh, case, dtypes):
         others.append(share_of_other_bits(found, expected, dtypes))
     assert min(others) < OTHER_BITS, others
     # The random bits of another seed are not these.
-    other_seed = emulated(before, batches[-1], number, seed=SEED + 1)[1]
+    other_seed = emulated(before, batch, number, seed=SEED + 1)[1]
     assert share_of_other_bits(found, other_seed, dtypes) > 10 * OTHER_BITS
