@@ -140,22 +140,28 @@ def place_devices(config: MeshConfig, devices: Sequence[jax.Device]) -> np.ndarr
     split = [part for _, part in pieces]
     if slices == 1:
         placed = mesh_utils.create_device_mesh(split, devices, allow_split_physical_axes=True).reshape(shape)
-        return _core_by_core(placed, list(sizes))
+        return core_by_core(placed, list(sizes))
     axis = axis_between_slices(sizes, slices)
     outer = [slices if name == axis else 1 for name, _ in pieces]
     inner = [size // times for size, times in zip(split, outer)]
     placed = mesh_utils.create_hybrid_device_mesh(inner, outer, devices, allow_split_physical_axes=True).reshape(shape)
-    return _core_by_core(placed, list(sizes))
+    return core_by_core(placed, list(sizes))
 
 
-def _core_by_core(placed: np.ndarray, axes: Sequence[str]) -> np.ndarray:
+def core_by_core(placed: np.ndarray, axes: Sequence[str]) -> np.ndarray:
     """The same with data ranks in the order of the cores of their chips: first those on one core of each, then those on
-    the next. So the last step of a gather over all chips has both cores, which then share what arrives."""
-    cores = np.vectorize(lambda device: getattr(device, "core_on_chip", 0))(placed)
-    order = np.moveaxis(cores, axes.index("dp"), -1).reshape(-1, placed.shape[axes.index("dp")])
-    if (order != order[0]).any():
+    the next. So the last step of a gather over all chips has both cores, which then share what arrives. Context ranks,
+    if they are fewer, are then on chips next to each other and not on the cores of one: FSDP gathers over both axes,
+    and keys and values are little beside weights."""
+    dims = [axes.index(axis) for axis in ("dp", "cp") if axis in axes]
+    dims = dims if placed.shape[dims[0]] > placed.shape[dims[-1]] else dims[:1]
+    last = [*range(-len(dims), 0)]
+    moved = np.moveaxis(placed, dims, last)
+    lines = moved.reshape(-1, math.prod(moved.shape[-len(dims) :]))
+    cores = np.vectorize(lambda device: getattr(device, "core_on_chip", 0))(lines)
+    if (cores != cores[0]).any():
         return placed
-    return placed.take(np.argsort(order[0], kind="stable"), axes.index("dp"))
+    return np.moveaxis(lines.take(np.argsort(cores[0], kind="stable"), 1).reshape(moved.shape), last, dims)
 
 
 def axis_between_slices(sizes: Mapping[str, int], slices: int) -> str:

@@ -174,9 +174,13 @@ def test_expert_ranks_fill_a_cube_of_a_torus():
     assert topology.route(wanted.sizes, ["ep"]).bandwidth == 3 * topology.chip.ici_bandwidth
 
 
-def test_the_last_step_of_a_gather_has_both_cores_of_its_chips():
-    """They share the links: so each core takes in at the rate of all, not of half of them."""
-    places = np.ndindex(4, 4, 2, 2)
+@pytest.mark.parametrize(
+    ("dp", "cp", "shape", "links"), [(64, 1, (4, 4, 2), 2), (64, 2, (4, 4, 4), 4), (32, 4, (4, 4, 4), 4)]
+)
+def test_the_last_step_of_a_gather_has_both_cores_of_its_chips(dp, cp, shape, links):
+    """They share the links: so each core takes in at the rate of all, not of half of them. Context ranks are on chips
+    next to each other, since FSDP gathers over both axes."""
+    places = np.ndindex(*shape, 2)
     cores = [
         SimpleNamespace(
             id=at, platform="tpu", device_kind="TPU7x", coords=(x, y, z), core_on_chip=core, slice_index=0,
@@ -184,16 +188,18 @@ def test_the_last_step_of_a_gather_has_both_cores_of_its_chips():
         )
         for at, (x, y, z, core) in enumerate(places)
     ]  # fmt: skip
-    wanted, topology = config(1, 64, 1), read_topology("v7x:4x4x2")
+    wanted, topology = MeshConfig(pp=1, dp=dp, tp=1, cp=cp), read_topology(f"v7x:{'x'.join(map(str, shape))}")
+    axes = ("dp", "cp") if cp > 1 else ("dp",)
     placed = place_devices(wanted, cores)
-    mesh = ChipMesh(placed)
-    near = first_group(mesh, ("dp",))
-    assert near == 2 and {core.id for core in placed.flat} == {*range(64)}
+    mesh = ChipMesh(placed, (*wanted.sizes,))
+    near = first_group(mesh, axes)
+    assert near in (2, 4) and {core.id for core in placed.flat} == {*range(2 * math.prod(shape))}
+    assert all(len({core.coords for core in row}) == cp for row in placed.reshape(-1, cp))
     for first in range(near):
-        ranks = [*range(64)[first::near]]
+        ranks = [*range(dp * cp)[first::near]]
         chips = Counter(placed.flat[rank].coords for rank in ranks)
-        assert len(chips) == 16 and {*chips.values()} == {2}
-        assert route(mesh, ("dp",), topology.chip, ranks).bandwidth == 2 * topology.chip.ici_bandwidth
+        assert len(chips) == len(ranks) // 2 and {*chips.values()} == {2}
+        assert route(mesh, axes, topology.chip, ranks).bandwidth == links * topology.chip.ici_bandwidth
 
 
 @pytest.mark.parametrize("sizes", [(1, 8, 1, 2), (2, 8, 1, 1)])

@@ -19,7 +19,7 @@ from parallax.errors import ConfigError, how_to_install
 from parallax.hardware import nccl
 from parallax.hardware.chips import LINKS_BETWEEN_CORES, Chip, chip
 from parallax.sharding.compiler import compiles_ragged
-from parallax.sharding.mesh import axis_between_slices, hosts_along, hosts_in, torus_pieces
+from parallax.sharding.mesh import axis_between_slices, core_by_core, hosts_along, hosts_in, torus_pieces
 from parallax.step.resolve import Devices
 
 GET_LIBTPU = f"the TPU compiler, libtpu, is not installed: {how_to_install('tpu')}"
@@ -254,8 +254,8 @@ def _laid_out(shape: tuple[int, ...], cores: int, sizes: tuple[tuple[str, int], 
     for number, place in enumerate(np.ndindex(*lengths)):
         *coords, core = places[place]
         devices[place] = SimpleNamespace(coords=coords, core_on_chip=core, process_index=number // shape[-2])
-    devices = devices.reshape([n for _, n in sizes])
-    return SimpleNamespace(devices=devices, axis_names=tuple(name for name, _ in sizes))
+    names = tuple(name for name, _ in sizes)
+    return SimpleNamespace(devices=core_by_core(devices.reshape([n for _, n in sizes]), names), axis_names=names)
 
 
 @functools.lru_cache
