@@ -400,7 +400,7 @@ class GQA(nn.Module):
         """Queries, keys and values. A subclass that computes them in another way gives queries and keys to `_rotated`:
         on some chips that scales queries, and scores are not scaled."""
         x = self.family.read(self.residual, x)
-        x = self.q.input(x, part="norm", before=self.residual)
+        x = self.q.input(x, part="norm", before=self.residual, shared=True)
         q, k = self._rotated(tokens_in_order(self.q(x)), tokens_in_order(self.k(x)), context)
         return q, k, checkpoint_name(tokens_in_order(self.v(x)), "kv")
 

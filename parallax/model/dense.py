@@ -7,7 +7,6 @@ import flax.linen as nn
 import jax.numpy as jnp
 from jax import Array
 
-from parallax.config.remat import NORM
 from parallax.config.sections import COMPUTE, DELAYED, EIGHT_BITS
 from parallax.model.products import (
     AMAX_LAYOUT,
@@ -82,16 +81,16 @@ class Dense(nn.Module):
             layout = " ".join("/".join((name, *y.cut_of(name))) for name in y.names if name not in x.names)
             self.shift = parameter(self, "bias", layout, self.sizes, zeros, role="bias", part=self.part)
 
-    def input(self, x: Array, *, part: str = "", before: str = "") -> Array | ProductInput:
+    def input(self, x: Array, *, part: str = "", before: str = "", shared: bool = False) -> Array | ProductInput:
         """x in the form that this product reads; other products of the same input can use it, too, so 8-bit inputs are
-        rounded once. If the 8-bit input is saved, `pipeline.remat` knows it under the name `part`, unless ranks held
-        less of it in the layout `before`."""
+        rounded once: say then that it is `shared`. If the 8-bit input is saved, `pipeline.remat` knows it under the
+        name `part`, unless ranks held less of it in the layout `before`."""
         if self.matmul == COMPUTE:
             return x
         axes_before, axes = (Layout.parse(layout).used_axes() for layout in (before or self.x, self.x))
         pieces = math.prod(bound_axis_sizes().get(axis, 1) for axis in axes_before if axis not in axes)
         saved = self.matmul_residuals == EIGHT_BITS and pieces == 1
-        said = dict(x_layout=self.x, weight=self.weight, part=part if saved else "", shared=part == NORM)
+        said = dict(x_layout=self.x, weight=self.weight, part=part if saved else "", shared=shared)
         return ProductInput.of(x, self.amax, form=self.matmul, **said)
 
     def __call__(self, x: Array | ProductInput | Streams, *, zeros_after: int = 0) -> Array | Streams:

@@ -178,7 +178,7 @@ class MLA(nn.Module):
     def _project(self, x: Array, context: Context) -> tuple[Array, Array, Array]:
         """Queries with their last d_rope entries rotated, the normed latent, the rotated key part."""
         x = reshard(f"{self.residual} -> {self.family.input('d_model')}", x)
-        q = of_tokens = self.queries[0].input(x)
+        q = of_tokens = self.queries[0].input(x, shared=True)
         for layer in self.queries:
             part = "q" if layer is self.queries[-1] else "latent"
             q = checkpoint_name(layer(q), part) if isinstance(layer, Dense) else layer(q)
@@ -200,7 +200,7 @@ class MLA(nn.Module):
 
     def _expanded(self, latent: Array, k_rope: Array, *, places: Array | None) -> tuple[Array, Array]:
         """Keys and values of the heads, of tokens at these places of their rows."""
-        latents = self.up_k.input(latent)
+        latents = self.up_k.input(latent, shared=True)
         return self._keys(latents, k_rope, places), checkpoint_name(self.up_v(latents, places=places), "kv")
 
     def _keys(self, latent: Array | ProductInput, k_rope: Array, places: Array | None) -> Array:

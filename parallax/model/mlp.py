@@ -107,7 +107,7 @@ class GatedMLP(nn.Module):
         dense = partial(self.dense or Dense, **self.of_projections)
         gate, up = (dense(kernel, whole, wide, name=name) for name in ("gate", "up"))
         down = dense(self.family.back(f"{self.width}/tp"), wide, self.residual, scale=self.out_scale, name="down")
-        x = gate.input(x, part="norm", before=self.residual)
+        x = gate.input(x, part="norm", before=self.residual, shared=True)
         wide_gate, wide_up = gate(x), up(x)
         activated = Activation(self.activation, self.limit)
         wide_gate, wide_up = checkpoint_name(wide_gate, "ffn"), checkpoint_name(wide_up, "ffn")

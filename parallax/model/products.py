@@ -91,6 +91,11 @@ class EightBitProduct(NamedTuple):
         return self.scales in (DELAYED, FIXED)
 
     @property
+    def rounds_in_products(self) -> bool:
+        """Whether XLA would round an operand in each product that reads it."""
+        return self.scales == FIXED and self.operand == "float8" and rounds_in_products()
+
+    @property
     def rounds_anew(self) -> bool:
         """Whether the weight's gradient in 8 bits needs other scales than the other products."""
         return self.weight_gradients == EIGHT_BITS and self.scales in FINE
@@ -192,9 +197,9 @@ class Operand(NamedTuple):
         parts, of_parts = _apart(self.values, self.unit)
         return Operand((parts.astype(jnp.float32) * of_parts).astype(dtype).reshape(self.values.shape), None)
 
-    def rounded_once(self) -> "Operand":
+    def behind_barrier(self) -> "Operand":
         """The same, not to be rounded again in each product that reads it."""
-        return self._replace(values=lax.optimization_barrier(self.values)) if rounds_in_products() else self
+        return self._replace(values=lax.optimization_barrier(self.values))
 
     @property
     def sums(self) -> Any:
@@ -246,7 +251,7 @@ class Call(NamedTuple):
         if product.known or not product.gradient:
             amax = None if amax is None else amax[GRADIENT]
             operand = Operand.of(dy, product.gradient, amax, fixed=product.scales == FIXED)
-            return operand.rounded_once() if product.scales == FIXED else operand
+            return operand.behind_barrier() if product.rounds_in_products else operand
         return token_operand(product, dy, product.gradient, self.layouts[2], self.layouts[1], columns=columns)
 
 
@@ -307,7 +312,7 @@ class ProductInput(NamedTuple):
             amax = product.amax(amax)
             amax = lax.stop_gradient(amax)[INPUT]
             operand = Operand.of(fixed, product.operand, amax, fixed=product.scales == FIXED)
-            operand = operand.rounded_once() if shared and product.scales == FIXED else operand
+            operand = operand.behind_barrier() if shared and product.rounds_in_products else operand
             most = largest(fixed) if product.scales == DELAYED else None
         else:
             rounded = partial(token_operand, product, fixed, product.operand)

@@ -58,7 +58,7 @@ def plain(config, embeddings, seed):
     """(batch, losses, gradients)"""
     model = build((1, 1, 1), **{key: getattr(config, key) for key in section("model")})
     params, batches = values_of(model, embeddings), [make_batch(seed=number) for number in range(seed, 50)]
-    chooses = "moe" in config.layer_kinds or config.activation == CLAMPED
+    chooses = config.has_mixtures or config.activation == CLAMPED
     batch = without_close_choices(config, params, batches) if chooses else batches[0]
     return batch, *plain_losses_and_grad(config, params, batch, Z_COEFFICIENT)
 

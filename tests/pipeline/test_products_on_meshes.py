@@ -348,6 +348,20 @@ def saved_by(model):
 
 
 @pytest.mark.fast(1)
+@pytest.mark.parametrize(("how", "shared", "products"), [(dict(attention="mla"), 3, 8), (dict(mlp="plain"), 1, 6)])
+def test_what_several_products_read_is_rounded_once_where_xla_would_round_in_each(how, shared, products, monkeypatch):
+    """Inputs of several products and the gradient of each are behind a barrier: of float8 with fixed ranges on v7x."""
+    monkeypatch.setattr("parallax.model.products.rounds_in_products", lambda: True)
+
+    def barriers(matmul):
+        fixed = dict(matmul=matmul, matmul_scales="fixed", matmul_ranges="8 0.25 0.5")
+        model = build((1, 1, 1), remat="none", **MODELS["gqa"] | how | fixed)
+        return jax.jit(model.loss_and_grad).lower(model.shapes, make_batch()).as_text().count("optimization_barrier")
+
+    assert (barriers("float8"), barriers("int8")) == (shared + products, 0)
+
+
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("remat", INPUTS)
 def test_8_bit_residuals_save_each_input_once_in_a_byte_an_entry(remat):
     """In place of four. Beside them each array has its largest magnitude, a float32."""
