@@ -116,3 +116,58 @@ def test_a_slice_is_copied_for_a_product_and_read_in_place_by_others():
     x, start = array(16, 8), array(dtype=jnp.int32)
     assert passes_of(lambda x, start: jnp.exp(sliced(x, start)), x, start) == {}
     assert passes_of(lambda x, start: sliced(x, start) @ x.T, x, start) == {"dynamic_slice": 2 * 2 * 4 * 8}
+
+
+FLOAT8 = jnp.float8_e4m3fn
+
+
+def rounded(x, unit):
+    return (x.astype(jnp.float32) * (1 / unit)).astype(FLOAT8)
+
+
+def own_units(x, axis):
+    size = jnp.abs(x.astype(jnp.float32))
+    return jnp.max(jnp.where(jnp.isnan(size), jnp.inf, size), axis=axis, keepdims=True)
+
+
+def float8_product(x, w, units):
+    return (jnp.einsum("ab,bc->ac", x, w, preferred_element_type=jnp.float32) * units).astype(HALF)
+
+
+def test_readers_of_a_float8_product_apply_scales_of_rows():
+    x, w, units = array(8, 16, dtype=FLOAT8), array(16, 32, dtype=FLOAT8), array(8, 1, dtype=jnp.float32)
+    assert passes_of(lambda *of: jnp.exp(float8_product(*of)), x, w, units) == {}
+    # A product reads whole arrays: it is copied, in 16 bits.
+    copied = passes_of(lambda *of: float8_product(*of).T @ jnp.ones((8, 4), HALF), x, w, units)
+    assert copied == {"convert_element_type": 2 * 2 * 8 * 32}
+    wide = passes_of(float8_product, array(8, 16), array(16, 32), units)  # products in 16 bits write float32
+    assert wide == {"convert_element_type": 6 * 8 * 32}
+
+
+def test_what_is_rounded_to_8_bits_is_read_in_the_bits_that_it_has_in_memory_and_once():
+    def twice(x, rows, columns):
+        return rounded(x, rows), rounded(x, columns)
+
+    rows, columns = array(8, 1, dtype=jnp.float32), array(1, 16, dtype=jnp.float32)
+    assert passes_of(rounded, array(8, 16), rows)["convert_element_type"] == (2 + 1) * 8 * 16
+    assert passes_of(twice, array(8, 16), rows, columns)["convert_element_type"] == (2 + 1 + 1) * 8 * 16
+
+
+def test_a_maximum_by_which_an_array_is_rounded_is_a_pass_unless_another_writes_the_array():
+    x, w, rows = array(8, 16), array(16, 4), 4 * 8
+
+    def alone(x, gate):
+        return rounded(x * gate, own_units(x * gate, 1))
+
+    def read_by_a_product(x, gate, w):
+        hidden = x * gate
+        return rounded(hidden, own_units(hidden, 1)), hidden @ w
+
+    def by_rows_and_columns(x, gate, w):
+        hidden = x * gate
+        return rounded(hidden, own_units(hidden, 1)), rounded(hidden, own_units(hidden, 0)), hidden @ w
+
+    assert passes_of(lambda x: own_units(x, 1), x)["reduce_max"] == 2 * 8 * 16 + rows
+    assert passes_of(alone, x, x)["reduce_max"] == 4 * 8 * 16 + rows  # from two arrays, or written and read
+    assert "reduce_max" not in passes_of(read_by_a_product, x, x, w)
+    assert passes_of(by_rows_and_columns, x, x, w)["reduce_max"] == 2 * 8 * 16 + 4 * 16

@@ -50,7 +50,7 @@ from parallax.analysis.compiled.program import (
     costs_of,
     read_step,
 )
-from parallax.analysis.planned.gpu_passes import ADDS, PADDING, REDUCTIONS, SLICES_AT, GpuPasses
+from parallax.analysis.planned.gpu_passes import ADDS, BACKWARD_PASS, PADDING, REDUCTIONS, SLICES_AT, GpuPasses
 from parallax.analysis.planned.layouts import model_on_topology
 from parallax.analysis.planned.moves import SentPerUse, read_by_update
 from parallax.analysis.planned.row_passes import MIXTURE, ROWS_IN, RowPasses
@@ -115,7 +115,6 @@ PUBLISHED_OVER_PLANNED = {
 }
 Passes = GpuPasses | RowPasses | None
 KERNEL_PARTS = (ATTENTION, GROUPED_PRODUCTS)  # kernels, which no compiler of XLA's prices
-BACKWARD_PASS = "backward"  # a direction of Origin
 
 
 class OpCost(NamedTuple):
