@@ -33,8 +33,8 @@ export PARALLAX_JOB_TOKEN
 export XLA_FLAGS="--xla_gpu_nccl_termination_timeout_seconds=7500 ${XLA_FLAGS:-}"
 export NCCL_DEBUG="${NCCL_DEBUG:-WARN}"
 
-# The config's 16 microbatches of 256 windows are for one node. Over a network each of them waits for its weights: so a GPU
-# takes four windows at once, for which it needs 50 to 56 GiB (docs/hardware.md). For another batch say how many.
+# The config's 16 microbatches of 256 windows are for one node. Over a network each of them waits for its weights: so a
+# GPU takes four windows at once, for which it needs 50 to 56 GiB (docs/hardware.md). For another batch say how many.
 microbatches=
 if [ -z "${CONFIG:-}" ] && [ "$SLURM_NTASKS" -gt 1 ]; then
   gpus=$((SLURM_NTASKS * ${SLURM_GPUS_ON_NODE:-8}))
