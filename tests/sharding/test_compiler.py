@@ -114,7 +114,7 @@ def test_slots_are_carried_from_tick_to_tick_where_each_tick_would_clear_them():
         ("TPU v5 lite", False, True, False),
         ("TPU v5p", False, True, False),
         ("TPU v6 lite", True, True, True),
-        ("TPU7x", True, True, False),
+        ("TPU7x", True, True, True),
     ],
 )
 def test_what_a_compiler_is_spared_is_for_chips_on_which_it_was_compiled(kind, heads, fewer_passes, again):
