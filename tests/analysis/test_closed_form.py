@@ -88,6 +88,16 @@ def test_stages_that_run_again_gather_and_copy_their_weights_again(topology, cho
     assert found.secs == pytest.approx(step.secs, rel=1e-4)
 
 
+@pytest.mark.fast(1)
+@pytest.mark.parametrize(("matmul", "scales"), [("float8", "row"), ("int8", "row"), ("float8", "delayed")])
+def test_weights_of_products_in_8_bits_are_rounded_once_and_read_again(matmul, scales):
+    topology, values = read_topology("H100:1x4"), {"model.matmul": matmul, "model.matmul_scales": scales}
+    settings = with_keys(settings_of(mesh={"dp": 4}, batch=16, layers=4, dtype="bfloat16"), values)
+    choice = Choice(1, 4, 1, 2, "gpipe", 1, "elementwise", "zero1", "", 0)
+    found, step = ClosedForm(settings, topology).estimate(choice), predict(choice.applied(settings), topology)
+    assert found.work_secs == pytest.approx(step.work_secs, rel=TIME_WITHIN)
+
+
 CASES = [
     ("v5e:2x4", {}),
     ("v5e:2x4", dict(layers=6)),

@@ -22,6 +22,7 @@ from parallax.analysis.traced.memory import DATA, Liveness, Program, Value, inli
 from parallax.analysis.traced.trace import Invocation, Origin, Walk
 from parallax.config.remat import saved_parts
 from parallax.model.batch import BATCH_ARRAYS
+from parallax.model.products import ROUNDED
 from parallax.pipeline import (
     BACKWARD,
     FORWARD,
@@ -317,10 +318,10 @@ def traced_rest(model: ShardedModel, rows: int, seq: int) -> Rest:
         out, grads = [], {}
         for kind, (weights, stack) in enumerate(zip(layers.weights, model.orders, strict=True)):
             with jax.named_scope(f"{EACH_LAYER} {kind}"):
-                used, grads[stack] = _moved(model, weights, stack, layers.rounding)
+                used, grads[stack], gathered = _moved(model, weights, stack, layers.rounding)
             out += used
             sizes["resident"] += _copied_bytes(weights.resident, entry(params, stack))
-            sizes["gathered"] = max(sizes["gathered"], bytes_of(used[: len(used) // 4]))
+            sizes["gathered"] = max(sizes["gathered"], gathered)
         of_ends, metrics = _ends(ends, schedule)
         sizes["grads"] = bytes_of([grads, of_ends])
         sizes["resident"] += sum(_copied_bytes(part, params[name]) for name, part in ends.weights.items())
@@ -349,8 +350,9 @@ def _counted_by_scope(
     return by_scope
 
 
-def _moved(model: ShardedModel, weights: Any, stack: str, rounding: Any) -> tuple[list[Array], Any]:
-    """A layer's weights gathered for F and for B, with what its products read, and its gradients added to zeros."""
+def _moved(model: ShardedModel, weights: Any, stack: str, rounding: Any) -> tuple[list[Array], Any, int]:
+    """A layer's weights gathered for F and for B, with what its products read; its gradients added to zeros; and the
+    bytes of its weights."""
     arrays = []
     for scope in (FORWARD, BACKWARD):
         with jax.named_scope(scope), jax.named_scope(GATHERS):
@@ -358,18 +360,22 @@ def _moved(model: ShardedModel, weights: Any, stack: str, rounding: Any) -> tupl
         arrays += jax.tree.leaves(gathered["params"])
         with jax.named_scope(NOT_COUNTED):
             arrays += jax.tree.leaves(jax.tree.map(_by_product, gathered["params"]))
+            arrays += map(_multiplied, jax.tree.leaves(gathered.get(ROUNDED)))
     with jax.named_scope(NOT_COUNTED):
         gradients = jax.tree.map(_by_product, model.plan.trained_of(gathered["params"], stack))
     zeros = model.plan.zero_grads(stack, weights.resident)
     with jax.named_scope(BACKWARD):
-        return arrays, model.plan.add_up(stack, zeros, 0, gradients, layer=jnp.int32(0), key=rounding)
+        grads = model.plan.add_up(stack, zeros, 0, gradients, layer=jnp.int32(0), key=rounding)
+    return arrays, grads, bytes_of(gathered["params"])
 
 
 def _by_product(weight: Array) -> Array:
     """A product that reads a weight, and whose result has its shape: as passes read weights and make gradients."""
-    if weight.ndim < 2 or not jnp.issubdtype(weight.dtype, jnp.floating):
-        return weight
-    return weight @ jnp.ones((weight.shape[-1], weight.shape[-1]), weight.dtype)
+    return _multiplied(weight) if jnp.issubdtype(weight.dtype, jnp.floating) else weight
+
+
+def _multiplied(weight: Array) -> Array:
+    return weight @ jnp.ones((weight.shape[-1], weight.shape[-1]), weight.dtype) if weight.ndim > 1 else weight
 
 
 def _ends(ends: MicrobatchHead | BatchedHead, schedule: Schedule) -> tuple[Any, list[Array]]:
