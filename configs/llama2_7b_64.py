@@ -10,7 +10,7 @@ Memory:   51.7 GiB a chip as compiled for TPU (arguments and temporaries), most 
           the backward pass; 51.4 a core of v7x.
 Time:     estimated from the compiled program with kernels at 70 % of peak, 1.90 s a step (MFU 80.4 %); 0.93 s on 32 v7x
           (--topology=v7x:4x4x2, MFU 65.2 %) in an earlier version, and with pipeline.remat="norm", which takes 62.2 GiB
-          there, 0.88 s (69.3 %) today. Not yet run.
+          there, 0.87 s (70 %) today. Not yet run.
 Loss:     not yet run.
 """
 
