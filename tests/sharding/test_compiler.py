@@ -112,7 +112,7 @@ def test_slots_are_carried_from_tick_to_tick_where_each_tick_would_clear_them():
     [
         ("TPU v4", False, False, False),
         ("TPU v5 lite", False, True, False),
-        ("TPU v5p", False, True, False),
+        ("TPU v5p", False, True, True),
         ("TPU v6 lite", True, True, True),
         ("TPU7x", True, True, True),
     ],
