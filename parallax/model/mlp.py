@@ -17,7 +17,7 @@ from parallax.model.dense import Dense
 from parallax.model.families import Family, with_gradient_apart
 from parallax.sharding.activations import activation
 from parallax.sharding.compiler import computes_gradients_again
-from parallax.sharding.streams import per_stream
+from parallax.sharding.streams import Streams, per_stream
 
 SLOPE = 1.702  # with which the sigmoid is near the error function of GELU (Hendrycks and Gimpel 2016, section 2)
 
@@ -111,8 +111,9 @@ class GatedMLP(nn.Module):
         wide_gate, wide_up = gate(x), up(x)
         activated = Activation(self.activation, self.limit)
         wide_gate, wide_up = checkpoint_name(wide_gate, "ffn"), checkpoint_name(wide_up, "ffn")
-        # In 8 bits the gradients' rounding and maxima are to be computed with them.
-        apart = computes_gradients_again() and self.matmul == "compute"
+        # In 8 bits the gradients' rounding and maxima are to be computed with them. With token streams messages waited.
+        in_streams = isinstance(wide_gate, Streams)
+        apart = computes_gradients_again() and self.matmul == "compute" and not in_streams
         hidden = per_stream(lambda gate, up: _gated(gate, up, activated, apart), wide_gate, wide_up)
         # Here, so that the result of the last product need not be saved for the weight's gradient.
         hidden = hidden if weight is None else per_stream(operator.mul, hidden, self.family.given_back(weight))
