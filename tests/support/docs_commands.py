@@ -223,6 +223,8 @@ PARSED = {
     "python -m parallax.report --config=configs/llama3_70b.py --topology=v5p:4x8x8": LONG,
     "python -m parallax.report --config=configs/qwen3_235b.py --topology=v5p:4x8x8": LONG,
     "python -m parallax.report --config=configs/deepseek_v3.py --topology=v5p:8x8x8": LONG,
+    "python -m parallax.report --config=configs/llama3_70b.py --topology=v7x:4x4x8": LONG,
+    "python -m parallax.report --config=configs/llama3_405b.py --topology=v7x:4x8x8": LONG,
     **{
         f"python -m parallax.report --config=configs/llama3_405b.py --topology=v5p:8x8x8{layout}{key}": LONG
         for layout, key in (
@@ -230,7 +232,6 @@ PARSED = {
             ("", " --config.loss.chunk_tokens=2048"),
             (DP_512, ""),
             (DP_512, " --config.loss.chunk_tokens=8192"),
-            (DP_512, " --config.model.vocab_multiple=1"),
         )
     },
     "python -m parallax.plan --config=configs/llama_1b_16.py --topology=v5e:4x4 --sweep --analytic --keep=5 "
