@@ -7,7 +7,7 @@ also has rows without the options.
 import functools
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import jax
 import numpy as np
@@ -294,7 +294,7 @@ def swaps_in_place() -> bool:
 
 def reads_heads_last() -> bool:
     """Whether the program being traced is for a chip that should have kernels of heads with these dims last."""
-    return platform_traced() == "tpu" and name_of_kind(device_kind_planned()) in HEADS_LAST
+    return _is_traced_for(HEADS_LAST)
 
 
 def copies_whole_stacks() -> bool:
@@ -314,7 +314,7 @@ def scales_queries_first() -> bool:
     pass: on v5p 0.27 of 17.3 ms of a layer's forward pass in configs/llama2_7b_64.py, on v5e 0.20 of 7.35 in
     configs/llama_1b_16.py.
     """
-    return platform_traced() == "tpu" and name_of_kind(device_kind_planned()) in FEWER_PASSES
+    return _is_traced_for(FEWER_PASSES)
 
 
 def rounds_in_products() -> bool:
@@ -324,7 +324,7 @@ def rounds_in_products() -> bool:
     On v7x the weight gradients of an MLP's gate and up, of configs/llama2_7b_64.py, take 1.18 ms each with it, and 0.72
     behind a barrier.
     """
-    return platform_traced() == "tpu" and name_of_kind(device_kind_planned()) in OF_FIXED_RANGES
+    return _is_traced_for(OF_FIXED_RANGES)
 
 
 def computes_gradients_again() -> bool:
@@ -337,7 +337,7 @@ def computes_gradients_again() -> bool:
     configs/llama2_7b_64.py with remat="norm" has 734 ms of compute beside kernels in place of 741, and on v5p
     as configured 1614 in place of 1620.
     """
-    return platform_traced() == "tpu" and name_of_kind(device_kind_planned()) in FACTORS_WRITTEN
+    return _is_traced_for(FACTORS_WRITTEN)
 
 
 def first_group(mesh: Mesh, axes: Sequence[str]) -> int:
@@ -364,6 +364,11 @@ def first_group(mesh: Mesh, axes: Sequence[str]) -> int:
 def is_absent_gpus(mesh: Mesh) -> bool:
     """Whether the mesh has GPUs that are not present: its programs can be compiled but not run."""
     return _is_on(mesh, "gpu") and jax.default_backend() != "gpu"
+
+
+def _is_traced_for(chips: Collection[str]) -> bool:
+    """Whether the program being traced is for one of these TPUs."""
+    return platform_traced() == "tpu" and name_of_kind(device_kind_planned()) in chips
 
 
 def _is_on(mesh: Mesh, platform: str) -> bool:

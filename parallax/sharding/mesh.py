@@ -153,8 +153,8 @@ def core_by_core(placed: np.ndarray, axes: Sequence[str]) -> np.ndarray:
     the next. So the last step of a gather over all chips has both cores, which then share what arrives. Context ranks,
     if they are fewer, are then on chips next to each other and not on the cores of one: FSDP gathers over both axes,
     and keys and values are little beside weights."""
-    dims = [axes.index(axis) for axis in ("dp", "cp") if axis in axes]
-    dims = dims if placed.shape[dims[0]] > placed.shape[dims[-1]] else dims[:1]
+    sizes = dict(zip(axes, placed.shape))
+    dims = [axes.index("dp"), *([axes.index("cp")] if 1 < sizes.get("cp", 1) < sizes["dp"] else [])]
     last = [*range(-len(dims), 0)]
     moved = np.moveaxis(placed, dims, last)
     lines = moved.reshape(-1, math.prod(moved.shape[-len(dims) :]))

@@ -1,9 +1,11 @@
 """JAX's Pallas kernels without the check of replication types, and the gradient of those for attention.
 
-JAX's types say over which mesh axes a value varies, but Pallas kernels do not declare them. So the kernels run in a
-separate shard_map without that check, the only one in this project. There JAX cannot know which gradients must be
-summed. So all inputs are marked outside as varying over the axes of any operand: the transpose of this mark is the sum,
-and forward and backward pass are each a program of one device, which sends nothing.
+JAX's types say over which mesh axes a value varies, but JAX's Pallas kernels do not declare them. A kernel of ours
+could declare its results, but interpreted on CPUs its body is checked, too: a loop that starts from zeros is refused,
+since they vary over no axis and what is added to them does. So kernels run in a separate shard_map without that check,
+the only one in this project. There JAX cannot know which gradients must be summed. So all inputs are marked outside as
+varying over the axes of any operand: the transpose of this mark is the sum, and forward and backward pass are each a
+program of one device, which sends nothing.
 """
 
 import dataclasses
@@ -24,8 +26,8 @@ def unchecked(function: Callable, *arrays: Any) -> Any:
     """`function(*arrays)` on one device, without replication types. Operands are arrays or trees; results vary over
     every axis over which an operand varies.
 
-    For JAX's Pallas kernels, which do not declare replication types, so that the check would refuse their results. The
-    code around the call is checked: the results have the correct types.
+    For kernels, of which the check would refuse the results or the interpreted body, and for calls of cuDNN. The code
+    around the call is checked: the results have the correct types.
 
     Do not differentiate it: a replicated operand's gradient would be that of one device.
     """
