@@ -175,7 +175,8 @@ def get_config() -> ConfigDict:
     # compute as much of causal attention; or one part, for models all of whose layers have windows
     config.layout.order = "zigzag"
     # "auto" | "gather" | "ragged": moe: how tokens are sent to experts of other ep ranks: gather sends all tokens to
-    # all ranks; ragged sends each token only to ranks with its experts; auto is the one that sends less and compiles
+    # all ranks; ragged sends each token only to ranks with its experts; auto is the one that sends less, and gather
+    # where ragged does not compile
     config.layout.exchange = "auto"
     # moe: number of hosts on which the ranks of ep are. With exchange='ragged' a token is then sent once to each host
     # that has any of its experts, and from there to their ranks; 1: to each of these ranks

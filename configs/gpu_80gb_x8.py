@@ -5,8 +5,8 @@ Numbers:  those of configs/llama2_7b_64.py: the model and optimizer of Touvron e
           global batch of 256 windows, a quarter of theirs.
 Command:  python train.py --config=configs/gpu_80gb_x8.py --config.data.path=FILES --config.data.tokenizer=FILE
 Hardware: eight NVIDIA GPUs of 80 GB, as A100 or H100; or 16 or 32 of them, on two or four machines.
-Memory:   37.1 GiB of 80 on each of eight, as planned (python -m parallax.plan --topology=H100:8), 38.6 as compiled; JAX
-          reserves 60 by default. Half as many microbatches take 61.5 and, as compiled, 9 % more time.
+Memory:   37.1 GiB of 80 on each of eight, as planned (python -m parallax.plan --topology=H100:8), 38.3 as compiled; JAX
+          reserves 60 by default. Half as many microbatches take 62.1 and, as compiled, 3 % more time.
 Time:     planned, not yet run: 11.7 s a step on eight H100 (MFU 49 %), 32.9 on eight A100 (55 %); as compiled with
           kernels at 70 % of peak 7.2 on H100, with them at peak 22.1 on A100. One H100 took as long as planned
           (configs/gpu_80gb.py). On 32 H100 with --config.pipeline.microbatches=2 1.9 s as compiled, in 52.5 GiB.

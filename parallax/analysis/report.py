@@ -24,7 +24,7 @@ from parallax.analysis.traced.collectives import (
     update_collectives,
 )
 from parallax.analysis.traced.flops import Flops, flops_breakdown
-from parallax.analysis.traced.memory import memory
+from parallax.analysis.traced.memory import GIVEN, memory
 from parallax.config.sections import ALL_AXES
 from parallax.display.html import html_page, in_frame
 from parallax.display.plain import as_plain
@@ -35,7 +35,6 @@ from parallax.errors import ConfigError
 from parallax.hardware.chips import chip
 from parallax.step.step import TrainStep, abstract_state
 
-GIVEN = ("parameters", "optimizer", "batch")  # components of memory that are arguments of a step
 LEFT_OUT = ("mesh", "timeline", "modules", "flops", "pairs", "group")  # fields of `compiled` that JSON leaves out
 
 

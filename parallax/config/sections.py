@@ -964,7 +964,8 @@ class LayoutConfig(Section, saved=True):
     exchange: str = key(
         AUTO,
         "moe: how tokens are sent to experts of other ep ranks: gather sends all tokens to all ranks; ragged sends "
-        "each token only to ranks with its experts; auto is the one that sends less and compiles",
+        "each token only to ranks with its experts; auto is the one that sends less, "
+        "and gather where ragged does not compile",
         choices=(AUTO, "gather", "ragged"),
     )
     exchange_hosts: int = key(

@@ -42,7 +42,6 @@ MODEL_CONFIG = "config.json"  # of a published model
 LONGEST_WORD = 1024  # characters of a word to learn from, as of DNA or base64
 LONG_WORD = re.compile(rf"(?<!\S)\S{{{LONGEST_WORD},}}|(?<!\s)\s{{{LONGEST_WORD},}}")
 
-
 # Ids of a text, the first letter of each, and the letter after its last.
 EncodedInPlace = tuple[np.ndarray, np.ndarray, np.ndarray]
 

@@ -111,9 +111,9 @@ class GatedMLP(nn.Module):
         wide_gate, wide_up = gate(x), up(x)
         activated = Activation(self.activation, self.limit)
         wide_gate, wide_up = checkpoint_name(wide_gate, "ffn"), checkpoint_name(wide_up, "ffn")
-        # In 8 bits the gradients' rounding and maxima are to be computed with them. With token streams messages waited.
-        in_streams = isinstance(wide_gate, Streams)
-        apart = computes_gradients_again() and self.matmul == "compute" and not in_streams
+        # Not in 8 bits, where rounding and maxima of the gradients are in the product that computes them, and not with
+        # token streams, whose messages waited longer (benchmarks/README.md).
+        apart = computes_gradients_again() and self.matmul == "compute" and not isinstance(wide_gate, Streams)
         hidden = per_stream(lambda gate, up: _gated(gate, up, activated, apart), wide_gate, wide_up)
         # Here, so that the result of the last product need not be saved for the weight's gradient.
         hidden = hidden if weight is None else per_stream(operator.mul, hidden, self.family.given_back(weight))

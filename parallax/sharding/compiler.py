@@ -70,9 +70,9 @@ OF_STREAMS = {
     "TPU v5p": {"xla_lhs_output_fusion_latency_multiplier": 0.4, "xla_lhs_loop_fusion_latency_multiplier": 0.4}
 }
 
-# In addition, of float8 with fixed ranges. XLA rounds what one or two products read within them, and not in a pass
-# before. Attention's output gains by it; what two products read is behind a barrier, since both would round all of it
-# for each block of their results: see `rounds_in_products`.
+# In addition, of float8 with fixed ranges. With it XLA rounds what one or two products read inside of these products,
+# and not in a pass before. Attention's output gains by it. What two products read is behind a barrier, since both would
+# round all of it for each block of their results: see `rounds_in_products`.
 OF_FIXED_RANGES = {"TPU v7x": {"xla_tpu_allow_conv_input_fusion_with_downcast_convert": True}}
 
 # For GPUs that are not present: a custom call whose target this process lacks is compiled as a call that does nothing.
@@ -92,8 +92,8 @@ if version_of("jaxlib").startswith("0.10."):
 # Chips on which the gradient of attention's output, a product with a kernel of heads, takes twice as long if the dim
 # that it sums over is the last in memory.
 HEADS_LAST = ("TPU v6e", "TPU v7x")
-# Chips on which steps were compiled with the gradients of a gated MLP's two factors written, and not computed again.
-FACTORS_WRITTEN = ("TPU v5p", "TPU v6e", "TPU v7x")
+# Chips on which steps were compiled with the gradients of a gated MLP's gate and up written, not computed again.
+GRADIENTS_WRITTEN = ("TPU v5p", "TPU v6e", "TPU v7x")
 # Chips on which steps were compiled with and without the passes over memory that XLA is spared below.
 FEWER_PASSES = ("TPU v5e", "TPU v5p", "TPU v6e", "TPU v7x")
 
@@ -118,11 +118,12 @@ def compiler_options(
     has_mixtures: bool = False,
     has_streams: bool = False,
 ) -> Options:
-    """Compiler options for this mesh, for products in this form, with fixed ranges or not, and for layers with experts,
-    as ModelConfig has them, and for token streams; empty for chips that were not measured.
+    """Compiler options for this mesh, this form of products, fixed ranges of float8, layers with experts and token
+    streams; empty for chips that were not measured.
 
-    TPU options that the installed compiler does not accept are left out; a line on stderr says so once. So is the one
-    for exchanges on slices for which XLA refuses it, untried: a program that exchanges over two chips ends the process.
+    TPU options that the installed compiler does not accept are left out, and a line on stderr says so once. Without a
+    line, and untried, EXCHANGE is left out for slices for which XLA refuses it: a program that exchanges over two chips
+    ends the process.
     """
     if _is_on(mesh, "gpu"):
         return (ABSENT if is_absent_gpus(mesh) else {}) | (FLOAT8_ON_GPU if matmul == "float8" else {})
@@ -130,7 +131,7 @@ def compiler_options(
         return {}
     name = name_of_kind(mesh.devices.flat[0].device_kind)
     options = OPTIONS.get(name, {})
-    if chips_of_slice(mesh) > MOST_FOR_EXCHANGES.get(name, math.inf):
+    if _has_limited_routing(name, chips_of_slice(mesh)):
         options = {key: value for key, value in options.items() if key not in EXCHANGE}
     more = OF_MIXTURES.get(name, {}) if options and has_mixtures else {}
     more = more | OF_STREAMS.get(name, {}) if options and has_streams else more
@@ -198,7 +199,7 @@ def hides_exchanges(chip_name: str, chips: int) -> bool:
     if not chip_name.startswith("TPU"):
         return True
     taken = EXCHANGE.items() <= OPTIONS.get(chip_name, {}).items()
-    return taken and chips <= MOST_FOR_EXCHANGES.get(chip_name, math.inf)
+    return taken and not _has_limited_routing(chip_name, chips)
 
 
 def compiles_ragged(chip_name: str, chips: int) -> bool:
@@ -207,7 +208,12 @@ def compiles_ragged(chip_name: str, chips: int) -> bool:
     >>> compiles_ragged("TPU v5e", 16), compiles_ragged("TPU v5e", 32), compiles_ragged("TPU v6e", 256)
     (True, False, True)
     """
-    return chips <= MOST_FOR_EXCHANGES.get(chip_name, math.inf)
+    return not _has_limited_routing(chip_name, chips)
+
+
+def _has_limited_routing(chip_name: str, chips: int) -> bool:
+    """Whether a slice of so many chips has it: see MOST_FOR_EXCHANGES."""
+    return chips > MOST_FOR_EXCHANGES.get(chip_name, math.inf)
 
 
 def has_ragged(mesh: Mesh | AbstractMesh) -> bool:
@@ -337,7 +343,7 @@ def computes_gradients_again() -> bool:
     configs/llama2_7b_64.py with remat="norm" has 734 ms of compute beside kernels in place of 741, and on v5p
     as configured 1614 in place of 1620.
     """
-    return _is_traced_for(FACTORS_WRITTEN)
+    return _is_traced_for(GRADIENTS_WRITTEN)
 
 
 def first_group(mesh: Mesh, axes: Sequence[str]) -> int:

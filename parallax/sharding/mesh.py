@@ -154,10 +154,10 @@ def core_by_core(placed: np.ndarray, axes: Sequence[str]) -> np.ndarray:
     if they are fewer, are then on chips next to each other and not on the cores of one: FSDP gathers over both axes,
     and keys and values are little beside weights."""
     sizes = dict(zip(axes, placed.shape))
-    dims = [axes.index("dp"), *([axes.index("cp")] if 1 < sizes.get("cp", 1) < sizes["dp"] else [])]
-    last = [*range(-len(dims), 0)]
+    ranks = ("dp", "cp") if 1 < sizes.get("cp", 1) < sizes["dp"] else ("dp",)
+    dims, last = [axes.index(name) for name in ranks], [*range(-len(ranks), 0)]
     moved = np.moveaxis(placed, dims, last)
-    lines = moved.reshape(-1, math.prod(moved.shape[-len(dims) :]))
+    lines = moved.reshape(-1, math.prod(sizes[name] for name in ranks))
     cores = np.vectorize(lambda device: getattr(device, "core_on_chip", 0))(lines)
     if (cores != cores[0]).any():
         return placed

@@ -137,15 +137,16 @@ class GpuPasses:
                 self._follow(equation)
 
     def _follow_call(self, equation: JaxprEqn, inner: ClosedJaxpr) -> None:
-        """The same through a called program, as jnp.where and jnp.clip are."""
+        """What `_follow` records, of a called program, as jnp.where and jnp.clip are."""
         ins = dict(zip(inner.jaxpr.invars, equation.invars))
         selects = any(each.primitive.name == SELECTS for each in inner.jaxpr.eqns)
-        for out, source in zip(equation.outvars, inner.jaxpr.outvars):
-            while not isinstance(source, Literal) and source in self._from:
-                source = self._from[source]
-            if _is_in(self._joined, source):
+        for out, result in zip(equation.outvars, inner.jaxpr.outvars):
+            if isinstance(result, Literal):
+                continue
+            source = self._source(result)  # no product's operand is known yet: back to the program's inputs
+            if source in self._joined:
                 self._joined.add(out)
-            elif not isinstance(source, Literal) and source in ins and not isinstance(ins[source], Literal):
+            elif source in ins and not isinstance(ins[source], Literal):
                 self._from[out] = ins[source]
                 if selects and ins[source] in self.magnitudes:
                     self.own_magnitudes.add(out)

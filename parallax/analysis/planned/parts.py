@@ -318,10 +318,10 @@ def traced_rest(model: ShardedModel, rows: int, seq: int) -> Rest:
         out, grads = [], {}
         for kind, (weights, stack) in enumerate(zip(layers.weights, model.orders, strict=True)):
             with jax.named_scope(f"{EACH_LAYER} {kind}"):
-                used, grads[stack], gathered = _moved(model, weights, stack, layers.rounding)
+                used, grads[stack], gathered_bytes = _moved(model, weights, stack, layers.rounding)
             out += used
             sizes["resident"] += _copied_bytes(weights.resident, entry(params, stack))
-            sizes["gathered"] = max(sizes["gathered"], gathered)
+            sizes["gathered"] = max(sizes["gathered"], gathered_bytes)
         of_ends, metrics = _ends(ends, schedule)
         sizes["grads"] = bytes_of([grads, of_ends])
         sizes["resident"] += sum(_copied_bytes(part, params[name]) for name, part in ends.weights.items())

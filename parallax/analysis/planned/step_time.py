@@ -329,8 +329,8 @@ def estimate(
             traced.sent, topology, settings, traced.per_use, sums=sums, waits_for_sums=waits_for_sums
         )
     ]
-    arguments = held.parameters + held.optimizer + held.batch
-    if by_xla and not overlaps_in(topology.chip.platform, arguments, held.peak - arguments, topology.chip.usable_bytes):
+    temporaries = held.peak - held.arguments
+    if by_xla and not overlaps_in(topology.chip.platform, held.arguments, temporaries, topology.chip.usable_bytes):
         sent = [message._replace(hides=False) for message in sent]
     hiding = sum(message.secs for message in sent if message.hides)
     hidden = hidden_secs(work, hiding)

@@ -57,6 +57,9 @@ NOTHING, PARAMETERS, DATA = range(3)  # inputs that a value depends on: none, on
 END = 1 << 60  # an index after all operations
 
 
+GIVEN = ("parameters", "optimizer", "batch")  # components of memory that are arguments of a step
+
+
 class Memory(NamedTuple):
     """Bytes on a device at the peak of a step, by component; their sum is the predicted peak.
 
@@ -81,6 +84,11 @@ class Memory(NamedTuple):
     @property
     def peak(self) -> int:
         return sum(self)
+
+    @property
+    def arguments(self) -> int:
+        """What a step is given."""
+        return sum(getattr(self, name) for name in GIVEN)
 
 
 class HostMemory(NamedTuple):
