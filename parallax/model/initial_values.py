@@ -15,10 +15,13 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 
 from parallax.jaxprs import called, needed
 from parallax.sharding.compiler import RUN_ONCE
+from parallax.version import version_of
 
 BLOCK = 1 << 14  # values at once, which a processor's cache holds
 ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 PARITY = np.uint32(0x1BD11BDA)
+# Of factors that follow each other XLA multiplies values by the product; that of jaxlib 0.12 by each.
+FOLDS_FACTORS = version_of("jaxlib").startswith("0.10.")
 
 
 class Undrawable(Exception):
@@ -26,7 +29,7 @@ class Undrawable(Exception):
 
 
 class Scaled(NamedTuple):
-    """values · factor. XLA multiplies factors that follow each other before it multiplies values by them."""
+    """values · factor, not yet multiplied."""
 
     values: np.ndarray
     factor: np.ndarray
@@ -75,9 +78,10 @@ def _mul(x: Any, y: Any) -> Any:
     scale, other = (x, y) if not isinstance(x, Scaled) and x.size == 1 else (y, x)
     if isinstance(scale, Scaled) or scale.size != 1:
         raise Undrawable("a product of two arrays")
+    factor = scale.reshape(())
     if isinstance(other, Scaled):
-        return Scaled(other.values, other.factor * scale.reshape(()))
-    return scale * other if other.size == 1 else Scaled(other, scale.reshape(()))
+        return Scaled(other.values, other.factor * factor) if FOLDS_FACTORS else Scaled(other.product(), factor)
+    return scale * other if other.size == 1 else Scaled(other, factor)
 
 
 def _sum(combine: Callable, x: Any, y: Any) -> np.ndarray:
