@@ -75,6 +75,14 @@ def text_file(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
+def observed_run(observed_run, tmp_path_factory):
+    """A copy, since evaluations prepare their texts in the run's folder, and other workers copy that folder, too."""
+    folder = tmp_path_factory.mktemp("evaluated")
+    shutil.copytree(observed_run.parent, folder, dirs_exist_ok=True)
+    return folder / observed_run.name
+
+
+@pytest.fixture(scope="module")
 def on_one_device(observed_run, text_file):
     return evaluate(observed_run, on(observed_run), data=str(text_file[0]))
 
