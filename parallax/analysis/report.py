@@ -263,9 +263,10 @@ def report_heading(report: Report) -> list[str]:
     """Two lines: name, mesh, schedule and batch."""
     mesh = " ".join(f"{axis}={size}" for axis, size in report.mesh.items())
     batch = f"{report.rows} x {report.seq} = {report.tokens:,} tokens a step"
+    batches = "microbatch" + "es" * (report.microbatches > 1)
     return [
         f"{report.name}: {mesh} on {report.devices} devices",
-        f"{report.schedule} with {report.microbatches} microbatches; {batch}",
+        f"{report.schedule} with {report.microbatches} {batches}; {batch}",
     ]
 
 

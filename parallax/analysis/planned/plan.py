@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 from parallax.analysis.planned.closed_form import ClosedForm
 from parallax.analysis.planned.devices import fastest_matmul, matmul_lines
 from parallax.analysis.planned.layouts import (
-    SHARDED_TABLES,
     Choice,
     flags_of,
     hosts_of_experts,
@@ -31,7 +30,7 @@ from parallax.analysis.planned.step_time import (
     predicted,
     time_parts,
 )
-from parallax.analysis.planned.sweep import PricedLayout, Sweep, draw, front
+from parallax.analysis.planned.sweep import MEMORY_WITHIN, PricedLayout, Sweep, draw, front
 from parallax.analysis.planned.topology import Topology, read_topology
 from parallax.analysis.traced.recompute import FINER, sets_to_try
 from parallax.config.sections import STATE_DTYPES, ModelConfig
@@ -308,6 +307,23 @@ def _priced(prices: Prices, show: Callable[[int, int], None]) -> Iterator[Change
         show(done, len(tried))
         if priced := prices.price(values):
             yield priced
+    if prices.free_bytes < 0:
+        yield from smaller_microbatches(prices)
+
+
+def smaller_microbatches(prices: Prices) -> Iterator[Change]:
+    """Of a step that does not fit: the change to the fewest microbatches with which it does, or to the most that there
+    can be; none if twice as many are enough, which are tried anyway."""
+    settings, ranks = prices.settings, ranks_beside(prices.settings.mesh) * prices.layout.dp * prices.layout.ep
+    many, most = prices.layout.microbatches, settings.data.global_batch // ranks
+    priced, doubled = None, 0
+    while most % (2 * many) == 0 and (priced is None or priced.bytes > prices.free_bytes):
+        many, doubled = 2 * many, doubled + 1
+        priced = prices.price({"pipeline.microbatches": many})
+        if priced and (1 - MEMORY_WITHIN) * (prices.now.peak_bytes + priced.bytes) <= prices.topology.chip.usable_bytes:
+            priced = prices.traced(priced.values)
+    if priced and doubled > 1:
+        yield priced
 
 
 def faster_sets(prices: Prices) -> list[str]:
@@ -574,6 +590,16 @@ def changes_table(changes: Sequence[Change]) -> Iterator[str]:
     yield from text_table([head, "memory", "step"], rows, left=1)
 
 
+def nothing_fits_lines(changes: Sequence[Change], now: Estimate, topology: Topology) -> Iterator[str]:
+    """What to do about a step that no change alone makes fit; nothing about others."""
+    free_bytes = topology.chip.usable_bytes - now.peak_bytes
+    if free_bytes < 0 and not any(change.bytes <= free_bytes for change in changes):
+        yield (
+            f"none of these alone saves the {in_bytes(-free_bytes)} that are too much: take several, or let --sweep "
+            "look for layouts that fit"
+        )
+
+
 TABLE_WIDTH, REMAT_WIDTH = 100, 12  # columns of a sweep's table, and of the value of remat in it
 
 
@@ -588,14 +614,13 @@ def sweep_table(
     lines = []
     for choice, step in rows:
         marks = ("*" if choice in front else " ") + (">" if choice == configured else "")
-        schedule = "-" if choice.pp == 1 else choice.schedule + f" v={choice.virtual}" * (choice.virtual > 1)
         context = [str(choice.cp), choice.keys if choice.cp > 1 else "-"] * cut
         further = *context, *[str(choice.ep)] * experts
         sizes = str(choice.pp), str(choice.dp), *further, str(choice.tp), str(choice.microbatches)
         figures = f"{step.peak_bytes / 2**30:.2f}", f"{step.secs:.3f}", percent(step.mfu), percent(step.bubble)
-        words = textwrap.wrap(choice.remat, REMAT_WIDTH), [_policy(choice), *choice.words_of_sums]
+        words = textwrap.wrap(choice.remat, REMAT_WIDTH), [choice.policy_words or "-", *choice.words_of_sums]
         (remat, policy), *others = itertools.zip_longest(*words, fillvalue="")
-        lines.append([marks, *sizes, schedule, remat, policy, *figures])
+        lines.append([marks, *sizes, choice.schedule_words or "-", remat, policy, *figures])
         lines += [[*[""] * (2 + len(sizes)), *cells, *[""] * 4] for cells in others]
         if choice in compiled:
             lines.append([*[""] * (1 + len(sizes)), "  compiled", "", "", *_figures(compiled[choice])])
@@ -616,27 +641,29 @@ def sets_table(sets: Sequence[PricedLayout], configured: Choice) -> Iterator[str
     yield from text_table(head, rows, left=2)
 
 
-def _policy(choice: Choice) -> str:
-    if choice.data_ranks == 1:
-        return "-"
-    exceptions = {"": "", SHARDED_TABLES: ", tables zero3"}.get(choice.exceptions, f" {choice.exceptions}")
-    return choice.policy + exceptions + ", ahead" * choice.prefetch
-
-
 def _figures(made: CompiledStep) -> tuple[str, str, str, str]:
     held, time = f"{made.peak_bytes / 2**30:.2f}" if made.peak_bytes else "no fit", made.time
     return (held, f"{time.total_secs:.3f}", percent(time.mfu), percent(time.bubble)) if time else (held, "", "", "")
 
 
-def fastest_line(compiled: dict[Choice, CompiledStep], configured: Choice) -> Iterator[str]:
-    """The fastest of the compiled layouts, and the flags that turn the config into it."""
+def fastest_line(
+    rows: Iterable[PricedLayout], compiled: dict[Choice, CompiledStep], configured: Choice, usable_bytes: int
+) -> Iterator[str]:
+    """The fastest of the compiled layouts, or of those that are planned to fit if none is compiled, and the flags that
+    turn the config into it. Sums of gradients stay as they are, if such a layout fits."""
     timed = {choice: made.time for choice, made in compiled.items() if made.time is not None}
-    if not timed:
+    fitting = [row for row in rows if row.estimate.peak_bytes <= usable_bytes]
+    if timed:
+        best = min(timed, key=lambda choice: timed[choice].total_secs)
+        secs, mfu = timed[best].total_secs, timed[best].mfu
+        source = ", ".join(filter(None, ["fastest as compiled", timed[best].kernels]))
+    elif fitting:
+        best, step = min(fitting, key=lambda row: (row.choice.sums != configured.sums, row.estimate.secs))
+        secs, mfu, source = step.secs, step.mfu, "fastest as planned"
+    else:
         return
-    best = min(timed, key=lambda choice: timed[choice].total_secs)
     flags = shlex.join(flags_of(configured.keys_to(best))) or "the config as it is"
-    source = ", ".join(filter(None, ["fastest as compiled", timed[best].kernels]))
-    yield f"{source}: {timed[best].total_secs:.3f} s a step, MFU {percent(timed[best].mfu)}: {flags}\n"
+    yield f"{source}: {secs:.3f} s a step, MFU {percent(mfu)}: {flags}\n"
 
 
 def passed_over_lines(search: Sweep) -> Iterator[str]:

@@ -653,9 +653,9 @@ def _kind(choice: Choice) -> str:
 def _name(choice: Choice) -> str:
     """A layout in short.
 
-    >>> _name(Choice(4, 8, 2, 16, "one_f_one_b", 1, "layer", "zero1", "", 0))
-    '4·8·2 M=16 one_f_one_b remat layer zero1'
+    >>> _name(Choice(4, 8, 2, 16, "interleaved", 2, "layer", "zero1", "", 0))
+    '4·8·2 M=16 interleaved v=2 remat layer zero1'
     """
-    schedule = f" {choice.schedule}" if choice.pp > 1 else ""
-    kept = f"remat {choice.remat} {choice.policy}" + " ahead" * choice.prefetch
-    return " ".join([f"{choice.mesh} M={choice.microbatches}{schedule} {kept}", *choice.words_of_sums])
+    sizes = f"{choice.mesh} M={choice.microbatches}"
+    words = sizes, choice.schedule_words, f"remat {choice.remat}", choice.policy_words, *choice.words_of_sums
+    return " ".join(filter(None, words))
