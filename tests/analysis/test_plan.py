@@ -841,7 +841,7 @@ def test_sets_of_the_own_layout_are_shown_from_the_fastest_to_the_smallest(few, 
     estimates = [row.estimate for row in search.sets]
     assert any(one.secs <= 1.01 * saved.secs and one.peak_bytes < saved.peak_bytes for one in estimates)
     head, *lines = sets_table(search.sets, search.configured)
-    assert head.split() == ["this", "layout,", "remat", "GiB", "s/step"]
+    assert head.split() == ["this", "layout,", "remat", "MiB", "ms/step"]
     assert [line for line in lines if ">" in line] == [line for line in lines if "norm" in line]
     marked = [row for row in search.sets if row.choice in front(search.sets)]
     assert sum(line.startswith("*") for line in lines) == len(marked)
@@ -911,6 +911,8 @@ def test_the_command_says_what_a_plan_must(planned):
     out = planned
     assert re.search(r"^fits: [\d.]+ \w+ of 15.8 GiB a chip", out, re.M)
     assert re.search(r"^MFU \d+\.\d %", out, re.M)
+    assert re.search(r"^range: [1-9.]+[0-9.]* to [0-9.]+ ms, ", out, re.M) and re.search(r"^step +[0-9.]+ ms ", out, re.M)
+    assert re.search(r" [+-][0-9.]+ MiB ", out)  # of a small step, small units
     for word in ("memory of a chip", "time of a step", "exposed over dp", "exposed over tp", "largest: "):
         assert word in out
     assert max(map(len, out.splitlines())) <= 100
@@ -1145,10 +1147,10 @@ def test_a_sweep_prints_its_table_and_draws(few, config, tmp_path, capsys):
     out = capsys.readouterr().out
     assert re.search(r"^\d+ layouts priced; passed over: ", out, re.M)
     assert (tmp_path / "plan.svg").read_text().count("<title>") >= 4
-    (fastest,) = re.findall(r"^fastest as planned: ([0-9.]+) s a step, MFU [0-9.]+ %: (.*)", out, re.M)
+    (fastest,) = re.findall(r"^fastest as planned: ([0-9.]+) ms a step, MFU [0-9.]+ %: (.*)", out, re.M)
     changed = [] if fastest[1] == "the config as it is" else shlex.split(fastest[1])
     then = read_command(["plan", config, "--config.mesh.tp=1", *changed], {})[0]
-    assert fastest[0] == f"{predict(then, PAIR).secs:.3f}"
+    assert fastest[0] == f"{1000 * predict(then, PAIR).secs:.3f}"
     assert max(len(line) for line in out.splitlines() if not line.startswith("fastest")) <= 100
 
 

@@ -37,7 +37,7 @@ from parallax.config.sections import STATE_DTYPES, ModelConfig
 from parallax.config.settings import Settings, check_settings, default_settings, default_value
 from parallax.display.html import content_html
 from parallax.display.tables import Table, content_text, table_text, text_table
-from parallax.display.units import duration, in_bytes, percent
+from parallax.display.units import duration, in_bytes, memory_unit, percent, time_unit
 from parallax.errors import ConfigError, ParallaxError
 from parallax.hardware.chips import KERNEL_EFFICIENCY
 from parallax.model.experts.exchange import EXCHANGES
@@ -507,15 +507,18 @@ def estimate_parts(step: Estimate, topology: Topology, model: ModelConfig) -> It
     over = [axis for axis in DATA_AXES if axis == "dp" or axis in used] * (step.hidden_secs > step.beside_secs)
     axes = " and ".join(["pp"] * (step.beside_secs > 0) + over)
     hide = "hide" if not topology.chip.reached.beside else "are saved, as they hide"  # there the work gets longer
-    hidden = f"; {step.hidden_secs:.3f} s of messages over {axes} {hide} behind the work" * (step.hidden_secs > 0)
+    unit, name_of_unit = time_unit(step.secs)
+    saved = f"{step.hidden_secs / unit:.3f} {name_of_unit}"
+    hidden = f"; {saved} of messages over {axes} {hide} behind the work" * (step.hidden_secs > 0)
     yield f"largest: {name}, {in_bytes(size)}{hidden}"
     yield from host_lines(step, topology)
 
 
 def step_range(secs: float, topology: Topology, model: ModelConfig) -> str:
     """From how long to how long a step takes that is planned to take so long, in words."""
-    least, most = (secs * times for times in PUBLISHED_OVER_PLANNED[topology.chip.platform, model.has_mixtures])
-    return f"range: {least:.3f} to {most:.3f} s, as published steps took beside their plans"
+    unit, name = time_unit(secs)
+    least, most = (secs / unit * times for times in PUBLISHED_OVER_PLANNED[topology.chip.platform, model.has_mixtures])
+    return f"range: {least:.3f} to {most:.3f} {name}, as published steps took beside their plans"
 
 
 def host_lines(step: Estimate, topology: Topology) -> Iterator[str]:
@@ -580,8 +583,9 @@ def compiled_lines(made: CompiledStep, topology: Topology) -> Iterator[str]:
 def changes_table(changes: Sequence[Change]) -> Iterator[str]:
     """The effect of each single change, by the analytic plan, and of the best together, with a line for each flag."""
     head, names, rows = "what would change it, each alone", {2: "the two best together"}, []
+    unit, name_of_unit = memory_unit(max((abs(change.bytes) for change in changes), default=0))
     for change in changes:
-        figures = [f"{change.bytes / 2**30:+.1f} GiB", f"{100 * change.secs:+.1f} %"]
+        figures = [f"{change.bytes / unit:+.1f} {name_of_unit}", f"{100 * change.secs:+.1f} %"]
         if change.together == 1:
             rows.append([shlex.join(flags_of(change.values)), *figures])
         else:
@@ -610,20 +614,23 @@ def sweep_table(
     rows = list(rows)
     cut, experts = (any(getattr(choice, axis) > 1 for choice, _ in rows) for axis in ("cp", "ep"))
     mesh = ["pp", "dp", *["cp", "keys"] * cut, *["ep"] * experts, "tp"]
-    head = ["", *mesh, "M", "schedule", "remat", "policy", "GiB", "s/step", "MFU", "bubble"]
+    (size_unit, size_name), (secs_unit, secs_name) = _units(rows)
+    head = ["", *mesh, "M", "schedule", "remat", "policy", size_name, f"{secs_name}/step", "MFU", "bubble"]
     lines = []
     for choice, step in rows:
         marks = ("*" if choice in front else " ") + (">" if choice == configured else "")
         context = [str(choice.cp), choice.keys if choice.cp > 1 else "-"] * cut
         further = *context, *[str(choice.ep)] * experts
         sizes = str(choice.pp), str(choice.dp), *further, str(choice.tp), str(choice.microbatches)
-        figures = f"{step.peak_bytes / 2**30:.2f}", f"{step.secs:.3f}", percent(step.mfu), percent(step.bubble)
+        figures = f"{step.peak_bytes / size_unit:.2f}", f"{step.secs / secs_unit:.3f}"
+        figures += percent(step.mfu), percent(step.bubble)
         words = textwrap.wrap(choice.remat, REMAT_WIDTH), [choice.policy_words or "-", *choice.words_of_sums]
         (remat, policy), *others = itertools.zip_longest(*words, fillvalue="")
         lines.append([marks, *sizes, choice.schedule_words or "-", remat, policy, *figures])
         lines += [[*[""] * (2 + len(sizes)), *cells, *[""] * 4] for cells in others]
         if choice in compiled:
-            lines.append([*[""] * (1 + len(sizes)), "  compiled", "", "", *_figures(compiled[choice])])
+            of_compiled = _figures(compiled[choice], size_unit, secs_unit)
+            lines.append([*[""] * (1 + len(sizes)), "  compiled", "", "", *of_compiled])
     yield from text_table(head, lines, left=1, width=TABLE_WIDTH)
 
 
@@ -631,19 +638,27 @@ def sets_table(sets: Sequence[PricedLayout], configured: Choice) -> Iterator[str
     """The Pareto front of memory and time over `pipeline.remat` alone; > marks the config's own, even off the front."""
     marked = front(sets)
     now = next((row.estimate for row in sets if row.choice == configured), None)
-    rows = []
+    rows, ((size_unit, size_name), (secs_unit, secs_name)) = [], _units(sets)
     for choice, step in sets:
         if choice in marked or choice == configured:
             changed = f"{100 * (step.secs / now.secs - 1):+.1f} %" if now else ""
-            figures = f"{step.peak_bytes / 2**30:.2f}", f"{step.secs:.3f}", changed
+            figures = f"{step.peak_bytes / size_unit:.2f}", f"{step.secs / secs_unit:.3f}", changed
             rows.append(["*" * (choice in marked) + " >" * (choice == configured), choice.remat, *figures])
-    head = ["", "this layout, remat", "GiB", "s/step", ""]
+    head = ["", "this layout, remat", size_name, f"{secs_name}/step", ""]
     yield from text_table(head, rows, left=2)
 
 
-def _figures(made: CompiledStep) -> tuple[str, str, str, str]:
-    held, time = f"{made.peak_bytes / 2**30:.2f}" if made.peak_bytes else "no fit", made.time
-    return (held, f"{time.total_secs:.3f}", percent(time.mfu), percent(time.bubble)) if time else (held, "", "", "")
+def _units(rows: Sequence[PricedLayout]) -> tuple[tuple[int, str], tuple[float, str]]:
+    """Units of memory and of time for a table of these layouts."""
+    sizes, times = [row.estimate.peak_bytes for row in rows], [row.estimate.secs for row in rows]
+    return memory_unit(max(sizes, default=0)), time_unit(max(times, default=1.0))
+
+
+def _figures(made: CompiledStep, size_unit: int, secs_unit: float) -> tuple[str, str, str, str]:
+    held, time = f"{made.peak_bytes / size_unit:.2f}" if made.peak_bytes else "no fit", made.time
+    if not time:
+        return held, "", "", ""
+    return held, f"{time.total_secs / secs_unit:.3f}", percent(time.mfu), percent(time.bubble)
 
 
 def fastest_line(
@@ -663,7 +678,8 @@ def fastest_line(
     else:
         return
     flags = shlex.join(flags_of(configured.keys_to(best))) or "the config as it is"
-    yield f"{source}: {secs:.3f} s a step, MFU {percent(mfu)}: {flags}\n"
+    unit, name = time_unit(secs)
+    yield f"{source}: {secs / unit:.3f} {name} a step, MFU {percent(mfu)}: {flags}\n"
 
 
 def passed_over_lines(search: Sweep) -> Iterator[str]:

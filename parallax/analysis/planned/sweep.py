@@ -628,9 +628,11 @@ def draw(title: str, rows: Sequence[PricedLayout], topology: Topology, configure
         axes.legend(loc="upper left", bbox_to_anchor=(0, -0.12), ncols=6, frameon=False, columnspacing=1)
         if on_front:
             key = [[str(number), _name(row.choice), *_figures(row)] for number, row in enumerate(on_front, 1)]
-            high, widths = KEY_LINE * len(key) / PICTURE[1], (0.04, 0.54, 0.13, 0.13, 0.16)
+            high, widths = KEY_LINE * len(key) / PICTURE[1], (0.03, 0.64, 0.1, 0.1, 0.13)
             table = axes.table(key, colWidths=widths, edges="open", bbox=(0, -0.24 - high, 1, high), cellLoc="left")
             table.auto_set_font_size(False)
+            for cell in table.get_celld().values():
+                cell.PAD = 0.0  # else a tenth of a column is empty on either side
 
     return svg(points, *PICTURE)
 
