@@ -33,7 +33,7 @@ from parallax.analysis.planned.step_time import (
 from parallax.analysis.planned.sweep import MEMORY_WITHIN, PricedLayout, Sweep, draw, front
 from parallax.analysis.planned.topology import Topology, read_topology
 from parallax.analysis.traced.recompute import FINER, sets_to_try
-from parallax.config.sections import STATE_DTYPES, ModelConfig
+from parallax.config.sections import RESIDUAL_VALUES, STATE_DTYPES, STREAMS, ModelConfig
 from parallax.config.settings import Settings, check_settings, default_settings, default_value
 from parallax.display.html import content_html
 from parallax.display.tables import Table, content_text, table_text, text_table
@@ -365,6 +365,9 @@ def single_changes(settings: Settings, topology: Topology) -> Iterator[dict[str,
             or not hides_exchanges(chip.name, topology.slice_chips)
         ):
             yield {"fsdp.reduce": "float32"}
+    if layout.tp > 1 and topology.is_tpu and settings.layout.tensor_parallel == "column_row":
+        by_token = {"layout.residual": RESIDUAL_VALUES[1]} if settings.layout.residual == RESIDUAL_VALUES[0] else {}
+        yield {"layout.tensor_parallel": STREAMS} | by_token
     if settings.fsdp.bucket == "parameter" and layout.data_ranks > 1:
         yield {"fsdp.bucket": "module"}
     now = _exchange(settings, topology)
@@ -580,14 +583,23 @@ def compiled_lines(made: CompiledStep, topology: Topology) -> Iterator[str]:
         yield "not counted: launches, latency, caches, tiles that do not fill the GPU: most steps take longer"
 
 
+TABLE_WIDTH = 100  # columns of a table
+FIGURES_WIDTH = 24  # of a change's effect
+REMAT_WIDTH = 12  # of the value of remat in a sweep's table
+
+
 def changes_table(changes: Sequence[Change]) -> Iterator[str]:
     """The effect of each single change, by the analytic plan, and of the best together, with a line for each flag."""
     head, names, rows = "what would change it, each alone", {2: "the two best together"}, []
     unit, name_of_unit = memory_unit(max((abs(change.bytes) for change in changes), default=0))
     for change in changes:
         figures = [f"{change.bytes / unit:+.1f} {name_of_unit}", f"{100 * change.secs:+.1f} %"]
-        if change.together == 1:
-            rows.append([shlex.join(flags_of(change.values)), *figures])
+        flags = shlex.join(flags_of(change.values))
+        if change.together == 1 and len(flags) <= TABLE_WIDTH - FIGURES_WIDTH:
+            rows.append([flags, *figures])
+        elif change.together == 1:
+            first, *others = map(shlex.quote, flags_of(change.values))
+            rows += [[first, *figures], *([f"  {flag}", "", ""] for flag in others)]
         else:
             rows.append([names.get(change.together, "all that help, together"), *figures])
             rows += [[f"  {shlex.quote(flag)}", "", ""] for flag in flags_of(change.values)]
@@ -602,9 +614,6 @@ def nothing_fits_lines(changes: Sequence[Change], now: Estimate, topology: Topol
             f"none of these alone saves the {in_bytes(-free_bytes)} that are too much: take several, or let --sweep "
             "look for layouts that fit"
         )
-
-
-TABLE_WIDTH, REMAT_WIDTH = 100, 12  # columns of a sweep's table, and of the value of remat in it
 
 
 def sweep_table(
