@@ -1,7 +1,7 @@
 """ShardedModel: a model sharded over a mesh by layout strings; results are the same on every mesh, up to rounding."""
 
+import contextlib
 import dataclasses
-import functools
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from parallax.model.batch import checked
 from parallax.model.embedding import EMBEDDINGS
+from parallax.model.initial_values import Undrawable, drawn_by_numpy
 from parallax.pipeline.loss_and_grads import logits_of_batch, loss_and_grads, loss_of_batch, observations
 from parallax.pipeline.model_on_mesh import ModelOnMesh
 from parallax.sharding.activations import SHARED_ROWS
@@ -37,19 +38,23 @@ class ShardedModel(ModelOnMesh):
 
     def init(self, seed: int) -> Any:
         """Initial parameters, drawn in float32; bitwise the same on every mesh."""
-        return self._draw(jax.random.key(seed))
-
-    @functools.cached_property
-    def _draw(self) -> Any:
-        """Initial parameters as a compiled function of a key."""
-        # On CPU, XLA takes about a second per parameter to optimise the random draw.
+        key = jax.random.key(seed)
+        if self.is_simulated:
+            with contextlib.suppress(Undrawable):
+                return self._drawn_by_numpy(key)
         options = RUN_ONCE if self.is_simulated else None
+        return jax.jit(self._declare, out_shardings=self.shardings, compiler_options=options)(key)
 
-        def declare(key: Array) -> Any:
-            drawn = nn.meta.unbox(self.parts.declare(key))
-            return jax.tree.map(lambda x, like: x.astype(like.dtype), drawn, self.shapes)
+    def _declare(self, key: Array) -> Any:
+        """Initial parameters as whole arrays."""
+        drawn = nn.meta.unbox(self.parts.declare(key))
+        return jax.tree.map(lambda x, like: x.astype(like.dtype), drawn, self.shapes)
 
-        return jax.jit(declare, out_shardings=self.shardings, compiler_options=options)
+    def _drawn_by_numpy(self, key: Array) -> Any:
+        shardings, tree = jax.tree.flatten(self.shardings)
+        values = drawn_by_numpy(jax.make_jaxpr(self._declare)(key), key)
+        pairs = zip(values, shardings, strict=True)
+        return tree.unflatten([jax.make_array_from_callback(x.shape, to, x.__getitem__) for x, to in pairs])
 
     def loss_and_grad(self, params: Any, batch: Mapping[str, Array], noise: Array | None = None):
         """(metrics, gradients). Metrics: "loss", the mean cross-entropy in nats over the global batch's labels that are

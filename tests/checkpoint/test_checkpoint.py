@@ -44,6 +44,12 @@ def test_a_checkpoint_loads_bit_for_bit_onto_any_mesh(tmp_path_factory, sizes):
         assert np.asarray(got).tobytes() == np.asarray(want).tobytes()
 
 
+def sum_fingerprints(monkeypatch, place):
+    """Have fingerprints summed by the host or on the devices."""
+    is_by_host = place == "by the host"
+    monkeypatch.setattr("parallax.checkpoint.fingerprint.is_read_by_host", lambda _: is_by_host)
+
+
 def replicated(shape):
     """An array that all of four devices have."""
     x = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
@@ -61,13 +67,15 @@ def test_replicated_arrays_load_bit_for_bit(tmp_path, monkeypatch, part_bytes):
         assert np.asarray(loaded[name]).tobytes() == np.asarray(x).tobytes()
 
 
-def test_small_replicated_arrays_are_not_cut_by_programs_of_their_own(tmp_path):
-    """The fingerprints are one program, whatever the number of arrays."""
+@pytest.mark.parametrize("place, programs", [("by the host", 0), ("on the devices", 1)])
+def test_small_replicated_arrays_are_not_cut_by_programs_of_their_own(tmp_path, monkeypatch, place, programs):
+    """The fingerprints are one program at most, whatever the number of arrays."""
+    sum_fingerprints(monkeypatch, place)
     params = {f"x{size}": replicated((size, 4)) for size in (4, 8, 12)}
     before = len(COMPILED)
     with CheckpointWriter(tmp_path, CheckpointConfig(every_steps=1), settings=SETTINGS) as checkpoints:
         checkpoints.save(1, {"params": params})
-    assert len(COMPILED[before:]) == 1
+    assert len(COMPILED[before:]) == programs
 
 
 def test_parameters_load_without_the_rest(tmp_path):
@@ -210,7 +218,9 @@ def test_a_fingerprint_is_what_its_definition_says(dtype):
     assert int(fingerprint(jnp.asarray(x))) == running.value == expected
 
 
-def test_a_fingerprint_does_not_depend_on_the_cut_and_sees_every_bit():
+@pytest.mark.parametrize("place", ["by the host", "on the devices"])
+def test_a_fingerprint_does_not_depend_on_the_cut_and_sees_every_bit(monkeypatch, place):
+    sum_fingerprints(monkeypatch, place)
     x = np.random.default_rng(0).normal(size=(8, 16)).astype(np.float32)
     cuts = [((1, 1, 1), P()), ((2, 2, 2), P("pp", ("dp", "tp"))), ((1, 8, 1), P("dp")), ((8, 1, 1), P(None, "pp"))]
     whole = set()
@@ -222,6 +232,7 @@ def test_a_fingerprint_does_not_depend_on_the_cut_and_sees_every_bit():
         changed = bits.copy()
         changed.reshape(-1)[at] ^= np.uint32(1 << at % 32)
         assert {int(fingerprint(changed.view(np.float32)))} != whole
+    assert {int(fingerprint(x))} == whole
 
 
 def test_a_manifest_says_the_same_of_the_same_arrays_on_every_mesh(tmp_path):
@@ -351,6 +362,9 @@ def test_a_restore_has_no_more_under_way_than_its_limit(tmp_path, monkeypatch, l
 
 def test_a_fingerprint_does_not_depend_on_the_programs_that_it_takes(monkeypatch):
     numbers = {f"x{count}": jnp.arange(count * 7.0) for count in range(1, 5)}
+    by_host = fingerprints(numbers)
+    sum_fingerprints(monkeypatch, "on the devices")
     together = fingerprints(numbers)
+    assert together == by_host
     monkeypatch.setattr("parallax.checkpoint.fingerprint.PROGRAM_BYTES", 1)
     assert fingerprints(numbers) == together

@@ -1,10 +1,13 @@
-"""Tests' initial values, which NumPy draws, are distributed as those of `init`."""
+"""Initial values are those that XLA draws, and tests' are distributed alike."""
 
+import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.tiny_model import build, initial
 
+from parallax.model.initial_values import BLOCK, Undrawable, drawn_by_numpy
 from parallax.sharding.layout import named_leaves
 
 NORMS = dict(norm_scale="one_plus", norm_bias=True, qk_norm=True)
@@ -32,3 +35,67 @@ def test_values_are_distributed_as_init_draws_them(name):
             error, deviation = 5 * expected[expected != 0].size ** -0.5, float(expected.std())
             assert found[path].std() == pytest.approx(deviation, rel=error), path
             assert found[path].mean() == pytest.approx(float(expected.mean()), abs=2 * error * deviation), path
+
+
+ADAPTED = dict(layers=4, attention="gqa", lora_rank=4)
+DRAWS = {"int8 base": ADAPTED | {"lora_base": "int8"}, "float8 base": ADAPTED | {"lora_base": "float8"}} | CONFIGS
+
+
+@pytest.mark.fast(2)
+@pytest.mark.parametrize("name", DRAWS)
+def test_values_are_bitwise_those_of_the_compiled_draw(name):
+    model = build((1, 1, 1), **DRAWS[name])
+
+    def declare(key):
+        return jax.tree.map(lambda x, like: x.astype(like.dtype), nn.meta.unbox(model.parts.declare(key)), model.shapes)
+
+    values, expected = (jax.tree.map(np.asarray, draw) for draw in (model.init(3), jax.jit(declare)(jax.random.key(3))))
+    assert jax.tree.map(lambda x: x.dtype, values) == jax.tree.map(lambda x: x.dtype, expected)
+    jax.tree.map(np.testing.assert_array_equal, values, expected)
+
+
+def test_after_the_first_model_no_draw_compiles_anything(request):
+    build((1, 1, 1)).init(0)
+    model = build((1, 1, 1), **CONFIGS["kinds"])
+    request.getfixturevalue("compiles_nothing")
+    model.init(1)
+
+
+def normals(key, shape=(3, BLOCK // 2 + 1)):
+    """More than a block, by rows of which none ends where a block does."""
+    return jax.random.normal(key, shape)
+
+
+def run_by_numpy(draw, key):
+    return drawn_by_numpy(jax.make_jaxpr(draw)(key), key)
+
+
+def test_numbers_and_normals_are_those_of_jax():
+    def draw(key):
+        keys = jax.random.split(jax.random.fold_in(key, 2**32 - 1), (2, 3))
+        return jax.random.bits(keys[1, 2], (BLOCK + 1,)), 0.1 * normals(keys[0, 1])
+
+    key = jax.random.key(2**31)
+    for values, expected in zip(run_by_numpy(draw, key), jax.jit(draw)(key), strict=True):
+        np.testing.assert_array_equal(values, expected)
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda key: jax.random.uniform(key, (8,), minval=-0.1, maxval=0.1),  # a sum of products is rounded once
+        lambda key: normals(key) * normals(key),
+        lambda key: jax.random.normal(key, (1,)) * 0.1,
+        lambda key: jax.random.bits(key, (8,), jnp.uint8),
+        lambda key: jax.random.normal(key, (8,), jnp.bfloat16),
+        lambda key: jax.random.orthogonal(key, 4),
+    ],
+)
+def test_what_numpy_would_round_otherwise_is_left_to_xla(draw):
+    with pytest.raises(Undrawable):
+        run_by_numpy(draw, jax.random.key(0))
+
+
+def test_numbers_of_another_generator_are_left_to_xla():
+    with pytest.raises(Undrawable, match="another generator"):
+        run_by_numpy(normals, jax.random.key(0, impl="rbg"))

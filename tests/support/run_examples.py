@@ -1,9 +1,11 @@
 """A run that takes seconds, for the tests of the loop, its command line and its errors."""
 
+import fcntl
 import functools
 import importlib.util
 import os
 import pathlib
+import shutil
 import signal
 from collections.abc import Callable
 from typing import Any
@@ -162,12 +164,28 @@ def as_flags(changes: dict) -> list[str]:
 
 
 @pytest.fixture(scope="session")
-def observed_run(tmp_path_factory):
+def observed_run(request, tmp_path_factory):
     """The folder of a whole run on 2·2·2 with a tokenizer of its own, of which steps 3 to 5 were traced and TensorBoard
-    was told; beside it its corpus. Not to be changed."""
-    root = tmp_path_factory.mktemp("observed")
+    was told; beside it its corpus. All workers have the same. Not to be changed."""
+    return made_once(request, tmp_path_factory, "observed", observe_a_run) / "run"
+
+
+def observe_a_run(root: pathlib.Path) -> None:
     changes = {"mesh.pp": 2, "mesh.dp": 2, "mesh.tp": 2, "pipeline.microbatches": 2, "model.dropout": 0.0}
     changes |= {"data.tokenizer": "bpe", "data.bpe_vocab": 280, "train.profile_steps": "3:5"}
     changes |= {"train.eval_batches": 100, "train.tensorboard": importlib.util.find_spec("tensorboardX") is not None}
     assert train(tiny_config(write_corpus(root / "corpus"), **changes), root / "run").reason == "finished"
-    return root / "run"
+
+
+def made_once(request, tmp_path_factory, name: str, make: Callable[[pathlib.Path], None]) -> pathlib.Path:
+    """A folder that the first of a session's workers to need it makes, while others that need it wait."""
+    base = tmp_path_factory.getbasetemp()
+    root = (base.parent if hasattr(request.config, "workerinput") else base) / name
+    with root.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        made = root.with_suffix(".made")
+        if not made.exists():
+            shutil.rmtree(root, ignore_errors=True)  # of a worker whose run has failed
+            make(root)
+            made.touch()
+    return root
