@@ -34,7 +34,8 @@ def local_topology(dtype: str) -> Topology:
     devices = start_devices()
     kind = devices[0].device_kind
     if devices[0].platform == "cpu":
-        return Topology(f"{len(devices)} simulated devices", measured(dtype), (len(devices),), shared=True)
+        name = f"{len(devices)} simulated device" + "s" * (len(devices) > 1)
+        return Topology(name, measured(dtype), (len(devices),), shared=True)
     shape = (len(devices),)
     if devices[0].platform == "gpu":
         on_each = math.gcd(*Counter(host_numbers(devices, here=True)).values())
