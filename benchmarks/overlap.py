@@ -21,7 +21,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -55,7 +55,7 @@ SWIGLU_SAVED = {"pipeline.remat": "norm"}
 FLOAT8 = {f"model.matmul{what}": "8bit" for what in ("_weight_gradients", "_residuals")} | {"model.matmul": "float8"}
 # The same with ranges that are given, so that nothing finds a maximum.
 FIXED = FLOAT8 | {"model.matmul_scales": "fixed", "model.matmul_ranges": "64 1 0.03125"}
-FEW = PIPELINE | {"mesh.dp": 4, "pipeline.virtual": 4, "pipeline.microbatches": 8}
+TABLES_OF_EACH = {"data_parallel.exceptions": "embedding=zero3 head=zero3"}  # gathered for each microbatch
 EIGHT = {"mesh.dp": 2, "mesh.ep": 8, "pipeline.microbatches": 8}  # expert ranks
 # What comes to experts is sent again, and experts are gathered once a step: gathers would wait behind it.
 SENT_AGAIN = {
@@ -100,71 +100,66 @@ GPU_ROWS = [
     Row(TABLES_ONCE),
     Row(TABLE_FIRST),
 ]
-ROWS = {
-    "llama_1b_16": [
-        Row({}),
-        Row({}, options=False),
-        Row(PLAIN),
-        Row(PLAIN | AHEAD),
-        Row(AHEAD),
-        Row({"pipeline.remat": "attention"}),
-        Row({"pipeline.remat": "none", "pipeline.microbatches": 8}),
-        Row(LAYER),
-        Row(LAYER | {"mesh.dp": 8, "mesh.tp": 2}),
-        Row(PIPELINE | {"mesh.dp": 4, "pipeline.virtual": 2, "pipeline.microbatches": 32}),
-        Row(FEW),
-        Row(FEW | {"data_parallel.policy": "zero1", "data_parallel.exceptions": "embedding=zero3 head=zero3"}),
-        Row(FEW | {"data_parallel.policy": "zero3", "data_parallel.exceptions": ""}),
-        Row(JOINED),
-        Row(ONE_KERNEL),
-        Row(TABLE_FIRST),
-        Row({"mesh.dp": 8, "mesh.tp": 2} | TOKENS_OVER_TP),
-        Row({"mesh.dp": 8, "mesh.tp": 2} | STREAMS),
-        Row(INTERLEAVED | {"mesh.dp": 4, "pipeline.virtual": 2, "pipeline.microbatches": 32}),
-        Row(INTERLEAVED | {"mesh.dp": 4, "pipeline.virtual": 4, "pipeline.microbatches": 16}),
-        Row(INTERLEAVED | {"mesh.dp": 4, "pipeline.virtual": 2, "pipeline.microbatches": 16}),
-        Row(PLAIN | SWIGLU_SAVED | {"pipeline.microbatches": 1}),
-        Row(PLAIN | {"pipeline.microbatches": 1}),
-        Row(PLAIN | {"pipeline.microbatches": 4}),
-    ],
-    "llama2_7b_64": [
-        Row({}),
-        Row(FOUR),
-        Row(FOUR, options=False),
-        Row(FOUR | PLAIN),
-        Row(FOUR | {"pipeline.remat": "elementwise"}),
-        Row(FOUR | LAYER),
-        Row(FOUR | LAYER | {"mesh.dp": 16, "mesh.tp": 4}),
-        Row(FOUR | PIPELINE | {"mesh.dp": 16, "pipeline.virtual": 2, "pipeline.microbatches": 16}),
-        Row({"mesh.dp": 16, "mesh.tp": 4}),
-        Row(INTERLEAVED | {"mesh.dp": 16, "pipeline.virtual": 2, "pipeline.microbatches": 16}),
-        Row({"mesh.dp": 16, "mesh.tp": 4} | TOKENS_OVER_TP),
-        Row({"mesh.dp": 16, "mesh.tp": 4} | STREAMS),
-        Row(INTERLEAVED | {"mesh.dp": 16, "pipeline.virtual": 4, "pipeline.microbatches": 8}),
-        Row(SWIGLU_SAVED),
-        Row(SWIGLU_SAVED | FLOAT8),
-        Row(LAYER),
-        Row(INTERLEAVED | {"mesh.dp": 16, "pipeline.virtual": 8, "pipeline.microbatches": 8}),
-        Row({"pipeline.microbatches": 2}),
-        Row(FOUR | {"pipeline.remat": "elementwise", "loss.chunk_tokens": 4096}),
-        Row({"mesh.dp": 16, "mesh.tp": 4, "pipeline.remat": "swiglu"} | STREAMS),
-        Row(INTERLEAVED | {"mesh.dp": 16, "pipeline.virtual": 4, "pipeline.microbatches": 16}),
-        Row(SWIGLU_SAVED | FIXED),
-    ],
-    "llama_1b_128k": [
-        Row({}),
-        Row(LAYER),
-        Row(LAYER | {"layout.context": "all_gather"}),
-        Row(LAYER | RING),
-        Row(LAYER | RING | {"layout.context": "all_gather"}),
-        Row({"mesh.dp": 1, "mesh.cp": 16, "pipeline.remat": "elementwise", "pipeline.microbatches": 4}),
-    ],
-    "mixtral_8x7b_128": [Row({}), Row({"data_parallel.exceptions": ""}), Row({"layout.exchange": "gather"})],
-    "deepseek_v2_lite_16": [Row({}), Row(EIGHT | {"layout.exchange": "gather"}), Row(EIGHT | SENT_AGAIN)],
-    "gpu_80gb": [Row({}), Row(JOINED), Row(ONE_KERNEL)],
-    "gpu_80gb_x8": GPU_ROWS,
-    "gpu_24gb_x8": GPU_ROWS,
-    "tiny_gqa": [Row({})],
+# By number. Pages name rows by it, so a row that goes takes its number along.
+ROWS: dict[str, dict[int, Row]] = {
+    "llama_1b_16": {
+        0: Row({}),
+        1: Row({}, options=False),
+        2: Row(PLAIN),
+        4: Row(AHEAD),
+        5: Row({"pipeline.remat": "attention"}),
+        6: Row({"pipeline.remat": "none", "pipeline.microbatches": 8}),
+        7: Row(LAYER),
+        8: Row(LAYER | {"mesh.dp": 8, "mesh.tp": 2}),
+        9: Row(PIPELINE | {"mesh.dp": 4, "pipeline.virtual": 2, "pipeline.microbatches": 32}),
+        11: Row(PIPELINE | {"mesh.dp": 4, "pipeline.virtual": 4, "pipeline.microbatches": 8} | TABLES_OF_EACH),
+        13: Row(JOINED),
+        14: Row(ONE_KERNEL),
+        15: Row(TABLE_FIRST),
+        16: Row({"mesh.dp": 8, "mesh.tp": 2} | TOKENS_OVER_TP),
+        17: Row({"mesh.dp": 8, "mesh.tp": 2} | STREAMS),
+        19: Row(INTERLEAVED | {"mesh.dp": 4, "pipeline.virtual": 4, "pipeline.microbatches": 16}),
+        21: Row(PLAIN | SWIGLU_SAVED | {"pipeline.microbatches": 1}),
+        22: Row(PLAIN | {"pipeline.microbatches": 1}),
+        23: Row(PLAIN | {"pipeline.microbatches": 4}),
+    },
+    "llama2_7b_64": {
+        0: Row({}),
+        1: Row(FOUR),
+        2: Row(FOUR, options=False),
+        3: Row(FOUR | PLAIN),
+        4: Row(FOUR | {"pipeline.remat": "elementwise"}),
+        5: Row(FOUR | LAYER),
+        6: Row(FOUR | LAYER | {"mesh.dp": 16, "mesh.tp": 4}),
+        7: Row(FOUR | PIPELINE | {"mesh.dp": 16, "pipeline.virtual": 2, "pipeline.microbatches": 16}),
+        8: Row({"mesh.dp": 16, "mesh.tp": 4}),
+        9: Row(INTERLEAVED | {"mesh.dp": 16, "pipeline.virtual": 2, "pipeline.microbatches": 16}),
+        10: Row({"mesh.dp": 16, "mesh.tp": 4} | TOKENS_OVER_TP),
+        11: Row({"mesh.dp": 16, "mesh.tp": 4} | STREAMS),
+        12: Row(INTERLEAVED | {"mesh.dp": 16, "pipeline.virtual": 4, "pipeline.microbatches": 8}),
+        13: Row(SWIGLU_SAVED),
+        14: Row(SWIGLU_SAVED | FLOAT8),
+        15: Row(LAYER),
+        16: Row(INTERLEAVED | {"mesh.dp": 16, "pipeline.virtual": 8, "pipeline.microbatches": 8}),
+        17: Row({"pipeline.microbatches": 2}),
+        18: Row(FOUR | {"pipeline.remat": "elementwise", "loss.chunk_tokens": 4096}),
+        19: Row({"mesh.dp": 16, "mesh.tp": 4, "pipeline.remat": "swiglu"} | STREAMS),
+        20: Row(INTERLEAVED | {"mesh.dp": 16, "pipeline.virtual": 4, "pipeline.microbatches": 16}),
+        21: Row(SWIGLU_SAVED | FIXED),
+    },
+    "llama_1b_128k": {
+        0: Row({}),
+        1: Row(LAYER),
+        2: Row(LAYER | {"layout.context": "all_gather"}),
+        3: Row(LAYER | RING),
+        5: Row({"mesh.dp": 1, "mesh.cp": 16, "pipeline.remat": "elementwise", "pipeline.microbatches": 4}),
+    },
+    "mixtral_8x7b_128": {0: Row({}), 1: Row({"data_parallel.exceptions": ""}), 2: Row({"layout.exchange": "gather"})},
+    "deepseek_v2_lite_16": {0: Row({}), 1: Row(EIGHT | {"layout.exchange": "gather"}), 2: Row(EIGHT | SENT_AGAIN)},
+    "gpu_80gb": {0: Row({}), 1: Row(JOINED), 2: Row(ONE_KERNEL)},
+    "gpu_80gb_x8": dict(enumerate(GPU_ROWS)),
+    "gpu_24gb_x8": dict(enumerate(GPU_ROWS)),
+    "tiny_gqa": {0: Row({})},
 }
 SMALLEST = {"config": "tiny_gqa", "topology": "v5e:2x4"}
 COLUMNS = ("GiB", "compute", "kernels", "waits", "share", "dp", "cp", "ep", "tp", "MFU", "MFU-", "sent", "hidden")
@@ -178,18 +173,23 @@ def main() -> None:
     parser.add_argument("--kernels", type=share, default=KERNEL_EFFICIENCY, help="share of peak that kernels reach")
     parser.add_argument("--options", nargs="+", default=[], type=setting, metavar="NAME=VALUE", help="of the compiler")
     args = parser.parse_args()
-    rows = [row._replace(told={**row.told, **dict(args.options)}) for row in ROWS[args.config]]
-    if wrong := [at for at in args.rows or () if not 0 <= at < len(rows)]:
-        parser.error(f"--rows {wrong[0]}: {args.config} has rows 0 to {len(rows) - 1}")
+    if wrong := no_row(args.config, args.rows or ()):
+        parser.error(wrong)
     devices = absent_devices(args.topology)
     print(f"{args.config} on {args.topology}")
     print(f"| changed | {' | '.join(COLUMNS)} |")
     print("|---" * (1 + len(COLUMNS)) + "|")
-    for at in range(len(rows)) if args.rows is None else args.rows:
-        started = time.perf_counter()
-        cells = figures(args, devices, rows[at])
-        print(f"| {title(rows[at])} | " + " | ".join(cells) + " |", flush=True)
-        print(f"row {at}: {time.perf_counter() - started:.0f} s", file=sys.stderr, flush=True)
+    for number in ROWS[args.config] if args.rows is None else args.rows:
+        started, row = time.perf_counter(), ROWS[args.config][number]
+        row = row._replace(told={**row.told, **dict(args.options)})
+        print(f"| {title(row)} | " + " | ".join(figures(args, devices, row)) + " |", flush=True)
+        print(f"row {number}: {time.perf_counter() - started:.0f} s", file=sys.stderr, flush=True)
+
+
+def no_row(config: str, numbers: Collection[int]) -> str:
+    """What is wrong with the first of these numbers that is no row's; empty if each is one's."""
+    wrong = [number for number in numbers if number not in ROWS[config]]
+    return f"--rows {wrong[0]}: {config} has rows {', '.join(map(str, ROWS[config]))}" if wrong else ""
 
 
 def title(row: Row) -> str:

@@ -1,10 +1,11 @@
 """Speed of a training step, as a share of the machine's own matmul rate, and peak memory.
 
-    python benchmarks/step.py [--meshes 1,1,1 1,4,2 2,2,2] [--schedule gpipe] [--remat none] [--policy zero1]
+    python benchmarks/step.py [--meshes 1,1,1 1,4,2 2,2,2] [--schedule gpipe] [--remat none] [--rounds 5]
 
 The work is configs/bench_small.py. Each mesh (pp,dp,tp) runs in a process of its own on simulated devices. CPU
 seconds are counted, over all threads: steadier than wall time on a shared machine. Before each step the same
-process measures what a float32 matmul reaches, 2 x matmul^3 FLOPs a time; the median over steps is printed.
+process measures what a float32 matmul reaches, 2 x matmul^3 FLOPs a time; the median over steps is printed. In each
+round all meshes take their turn; medians over rounds are printed, of ratios to the round's own first mesh, too.
 
     share = model FLOPs per CPU second of the step / matmul FLOPs per CPU second
 
@@ -34,6 +35,7 @@ def main() -> None:
     parser.add_argument("--config", default="bench_small", choices=(*WORKS, "quickstart"))
     parser.add_argument("--meshes", nargs="+", type=mesh_sizes, default=["1,1,1", "1,4,2", "2,2,2"], metavar="PP,DP,TP")
     parser.add_argument("--steps", type=whole_number, default=4)
+    parser.add_argument("--rounds", type=whole_number, default=1)
     parser.add_argument("--schedule", default="gpipe", choices=["gpipe", "one_f_one_b"])
     parser.add_argument("--remat", default="none", choices=["none", "layer", "stage"])
     parser.add_argument("--policy", default="zero3", choices=POLICY_NAMES)
@@ -45,17 +47,25 @@ def main() -> None:
         print(json.dumps(measure(args)))
         return
     print("mesh     share of matmul peak  CPU s/step  / first  in matmuls / first  wall s/step  compile s  peak RSS")
-    first = None
-    for mesh in args.meshes:
-        row = run_child(mesh, args)
-        first = first or row
-        # In units of the same process's matmul, a machine that slowed between two meshes does not show.
-        ratio, matmuls = row["cpu_secs"] / first["cpu_secs"], first["share"] / row["share"]
-        print(
-            f"{mesh:8}{row['share']:21.1%}{row['cpu_secs']:12.2f}{ratio:9.2f}{matmuls:20.2f}{row['wall_secs']:13.2f}"
-            f"{row['compile_secs']:11.1f}{row['peak_bytes'] / 2**30:7.2f} GiB",
-            flush=True,
-        )
+    measured: list[list[dict]] = [[] for _ in args.meshes]
+    for number in range(args.rounds):
+        for mesh, rows in zip(args.meshes, measured, strict=True):
+            rows.append(run_child(mesh, args))
+            if number == args.rounds - 1:
+                print(line(mesh, rows, measured[0]), flush=True)
+
+
+def line(mesh: str, rows: list[dict], first: list[dict]) -> str:
+    """A mesh's row of the table: medians over rounds, and of each round's ratio to the first mesh."""
+    middle = {name: statistics.median(row[name] for row in rows) for name in rows[0]}
+    pairs = list(zip(rows, first, strict=True))
+    ratio = statistics.median(row["cpu_secs"] / base["cpu_secs"] for row, base in pairs)
+    # In units of the same process's matmul, a machine that slowed between two meshes does not show.
+    matmuls = statistics.median(base["share"] / row["share"] for row, base in pairs)
+    return (
+        f"{mesh:8}{middle['share']:21.1%}{middle['cpu_secs']:12.2f}{ratio:9.2f}{matmuls:20.2f}{middle['wall_secs']:13.2f}"
+        f"{middle['compile_secs']:11.1f}{max(row['peak_bytes'] for row in rows) / 2**30:7.2f} GiB"
+    )
 
 
 def run_child(mesh: str, args: argparse.Namespace) -> dict:

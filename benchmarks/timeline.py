@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from arguments import Arguments, absent_devices, run_benchmark, share
-from overlap import ROWS, compiled_row, title
+from overlap import ROWS, compiled_row, no_row, title
 
 from parallax.hardware.chips import KERNEL_EFFICIENCY
 
@@ -30,8 +30,8 @@ def main() -> None:
     parser.add_argument("--names", nargs="+", default=[], help="names of these rows in the picture")
     parser.add_argument("--svg", help="a file for the picture")
     args = parser.parse_args()
-    if wrong := [row for row in args.rows if not 0 <= row < len(ROWS[args.config])]:
-        parser.error(f"--rows {wrong[0]}: {args.config} has rows 0 to {len(ROWS[args.config]) - 1}")
+    if wrong := no_row(args.config, args.rows):
+        parser.error(wrong)
     if args.names and len(args.names) != len(args.rows):
         parser.error(f"--names: {len(args.names)} names for {len(args.rows)} rows; write one for each")
     devices = absent_devices(args.topology)

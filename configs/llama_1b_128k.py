@@ -9,10 +9,9 @@ Command:  python train.py --config=configs/llama_1b_128k.py --config.data.path=F
 Hardware: 16 TPU v5e chips (16 GB each), or 64.
 Memory:   11.7 GiB a chip as compiled for TPU (arguments and temporaries).
 Time:     estimated from the compiled program with attention kernels at 70 % of peak, 11.7 s a step (MFU 46.3 %, waits
-          1.3 %), 13 hours in all. In an earlier version, with which it took 12.2 s, mesh.dp=1, mesh.cp=16,
-          pipeline.microbatches=4 and pipeline.remat="elementwise" took 12.6 s and 10.0 GiB. On 64 chips it was 12.9 s
-          then (MFU 42.2 %, waits 4.9 %) and 11.6 GiB; pipeline.remat="elementwise qkv ffn" took as long there, and
-          14.1 GiB. Not yet run.
+          1.3 %), 13 hours in all; mesh.dp=1, mesh.cp=16, pipeline.microbatches=4 and pipeline.remat="elementwise" take
+          12.4 s and 10.0 GiB. In an earlier version, with which it took 12.2 s, it was 12.9 s on 64 chips (MFU 42.2 %,
+          waits 4.9 %) and 11.6 GiB; pipeline.remat="elementwise qkv ffn" took as long there, and 14.1 GiB. Not yet run.
 Loss:     not yet run.
 """
 

@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 from typing import Any
+from unittest import mock
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 if "=" in "".join(sys.argv[1:2]) and sys.argv[2] == os.environ["PARALLAX_PROCESS_ID"]:
@@ -25,7 +26,7 @@ if "=" in "".join(sys.argv[1:2]) and sys.argv[2] == os.environ["PARALLAX_PROCESS
 
 from parallax.checkpoint import steps
 from parallax.checkpoint.save import CheckpointWriter
-from parallax.cli import train
+from parallax.cli import command, train
 from parallax.data import Reader
 from parallax.errors import DataError
 from parallax.processes import job
@@ -55,7 +56,7 @@ def main() -> int:
         if fault == "config":
             arguments.append("--config.optimizer.learning_rate=0.5")
         elif fault == "code":
-            train.code_version = lambda: "an edited checkout"
+            mock.patch.object(command, "code_version", lambda: "an edited checkout").start()  # which must be there
         elif fault == "clock":
             right = time.time
             time.time = lambda: right() + 3600

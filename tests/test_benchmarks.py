@@ -360,7 +360,7 @@ def test_an_unknown_flag_is_one_line(name, monkeypatch, capsys):
         ("options.py --here --steps 2", "--steps=2 must be a whole number of 3 or more"),
         ("options.py --here --set model.layerz=2", "unknown key model.layerz; did you mean 'layers'?"),
         ("overlap.py --kernels 0", "argument --kernels: '0' is no share; write a number above 0 and at most 1"),
-        ("overlap.py --rows 0 99", "--rows 99: llama_1b_16 has rows 0 to "),
+        ("overlap.py --rows 0 99", "--rows 99: llama_1b_16 has rows 0, 1, 2, 4, "),
         ("overlap.py --topology v5e:4x", "--topology=v5e:4x is not a topology"),
         ("predictions.py --configs nothing", "no row is of these configs, meshes, schedules and remat"),
         ("schedules.py memroy", "argument command: invalid choice: 'memroy'"),
@@ -369,7 +369,7 @@ def test_an_unknown_flag_is_one_line(name, monkeypatch, capsys):
         ("step.py --config=tiny", "argument --config: invalid choice: 'tiny'"),
         ("timeline.py --rows 0 --names best worst", "--names: 2 names for 1 rows; write one for each"),
         ("timeline.py --kernels 70", "argument --kernels: '70' is no share; write a number above 0 and at most 1"),
-        ("timeline.py --rows 0 99", "--rows 99: llama_1b_16 has rows 0 to "),
+        ("timeline.py --rows 0 99", "--rows 99: llama_1b_16 has rows 0, 1, 2, 4, "),
         ("tpu_compile.py --topology v5e:3x3x3", "--topology=v5e:3x3x3 has 3 sizes, but slices of TPU v5e have 2"),
     ],
 )

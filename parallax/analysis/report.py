@@ -30,7 +30,7 @@ from parallax.display.html import html_page, in_frame
 from parallax.display.plain import as_plain
 from parallax.display.progress import waiting
 from parallax.display.tables import LEAST_SHOWN, Table, TitledTables, section_text
-from parallax.display.units import in_bytes, in_flops, percent
+from parallax.display.units import in_bytes, in_flops, percent, time_unit
 from parallax.errors import ConfigError
 from parallax.hardware.chips import chip
 from parallax.step.step import TrainStep, abstract_state
@@ -263,9 +263,10 @@ def report_heading(report: Report) -> list[str]:
     """Two lines: name, mesh, schedule and batch."""
     mesh = " ".join(f"{axis}={size}" for axis, size in report.mesh.items())
     batch = f"{report.rows} x {report.seq} = {report.tokens:,} tokens a step"
+    batches = "microbatch" + "es" * (report.microbatches > 1)
     return [
         f"{report.name}: {mesh} on {report.devices} devices",
-        f"{report.schedule} with {report.microbatches} microbatches; {batch}",
+        f"{report.schedule} with {report.microbatches} {batches}; {batch}",
     ]
 
 
@@ -410,9 +411,11 @@ def time_section(report: Report) -> TitledTables:
     by = "a roofline over its fusions" if on_gpu else "the compiler's cycles"
     time, total = report.time, report.time.total_secs
     parts = time_parts(compiled_parts(time), total)
+    unit, name = time_unit(total)
     computed = [
-        [module.module, f"{module.products:.3f} s", f"{module.others:.3f} s", percent(module.total / total)]
+        [module.module, *(f"{secs / unit:.3f} {name}" for secs in of_module), percent(module.total / total)]
         for module in report.computed
+        for of_module in [(module.products, module.others)]
         if module.total / total > LEAST_SHOWN
     ]
     mfu = ", ".join(filter(None, [f"MFU {percent(time.mfu)}", time.kernels]))

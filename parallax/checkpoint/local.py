@@ -203,12 +203,14 @@ class LocalCopies:
         flat = {part: flatten(tree) for part, tree in trees.items()}
         whole = {owner: self._whole_steps(owner, flat, after, why_not) for owner in self._folders}
         kept = {owner: {(step, mark_of(manifest)) for step, manifest in of.items()} for owner, of in whole.items()}
+        # That of the other process describes the same arrays: two may each have only what they keep for the other.
+        manifests = {(step, mark_of(manifest)): manifest for of in whole.values() for step, manifest in of.items()}
         everywhere = self._exchanged(kept)
         for step, mark in sorted(complete_sets(everywhere, self._neighbours.distance), reverse=True):
             lacking = {process for process, (held, _) in enumerate(everywhere) if (step, mark) not in held}
             try:
                 loaded = self._load(step, flat, lacking)
-                self._check(step, loaded, whole[jax.process_index()].get(step))
+                self._check(step, loaded, manifests.get((step, mark)))
             except DamagedError as error:
                 self._say(str(error))
                 continue

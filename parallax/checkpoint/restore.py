@@ -91,7 +91,7 @@ def restore(
         loaded = {part: _restore_tree(plain.path / str(step) / part, tree) for part, tree in trees.items()}
     except StoreError:
         raise
-    except (ValueError, OSError, KeyError) as error:  # orbax and tensorstore raise these for problems with files
+    except (ValueError, OSError, KeyError) as error:  # tensorstore raises these for problems with its files
         reason = first_line(error)
         if jax.process_count() > 1 or not files.is_local(folder):
             # Other processes may have read it, so none may continue with another step alone; and the checksums of

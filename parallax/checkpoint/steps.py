@@ -163,7 +163,7 @@ def wrong_files(folder: Path, sums: Mapping[str, Mapping[str, int]], *, contents
 def odd_files(folder: Path, trees: Collection[str]) -> list[str]:
     """Links, pipes and the like in the folders of some trees of a step, listed in its manifest or not.
 
-    Orbax and TensorStore would follow a link out of the folder, and wait for ever for the writer of a pipe.
+    TensorStore would follow a link out of the folder, and wait for ever for the writer of a pipe.
     """
     paths = [path for part in trees for path in (folder / part, *sorted((folder / part).rglob("*")))]
     damages = {path.relative_to(folder).as_posix(): files.odd_kind(path) for path in paths}

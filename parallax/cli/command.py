@@ -356,12 +356,13 @@ def unknown_flag(name: str, known: Sequence[str]) -> str:
     ('unknown flag --model.layers; did you mean --config.model.layers?', \
 'unknown flag --layers; did you mean --config.model.layers?')
     >>> unknown_flag("workdirr", ["workdir"])
-    "unknown flag --workdirr; did you mean 'workdir'? Known: workdir"
+    "unknown flag --workdirr; did you mean '--workdir'? Known: --workdir"
     """
     word = name.replace("-", "_")
     is_key = any(word == field.name for section in SECTIONS.values() for field in dataclasses.fields(section))
     dotted = "." in name and not difflib.get_close_matches(name, [flag for flag in known if "." in flag])
-    instead = f"did you mean --config.{nearest_key(word)}?" if is_key or dotted else nearest(name, known)
+    flags = [f"--{flag}" for flag in known]
+    instead = f"did you mean --config.{nearest_key(word)}?" if is_key or dotted else nearest(f"--{name}", flags)
     return f"unknown flag --{shown(name)}; {instead}"
 
 

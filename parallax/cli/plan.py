@@ -27,6 +27,7 @@ with loading(__name__, sys.stderr):
     from parallax.config.settings import Settings
     from parallax.errors import ConfigError, check_whole, quoted
     from parallax.hardware.devices import simulate_devices, start_devices
+    from parallax.sharding.mesh import resolve_sizes
     from parallax.step.resolve import in_largest_batches, resolve
 
 USAGE = "python -m parallax.plan --config=FILE [--config.SECTION.KEY=VALUE ...] [--topology=CHIP:SIZES] [--sweep]"
@@ -94,11 +95,20 @@ def located(settings: Settings, name: str | None) -> tuple[Settings, Topology]:
     else:
         if settings.mesh.simulate:
             simulate_devices(settings.mesh.simulate)
+        check_mesh_is_of(settings, len(start_devices()))
         with waiting("measuring this machine's devices"):
             topology = local_topology(settings.model.dtype)
     settings = resolve(in_largest_batches(settings), topology.as_devices)
     topology.chip.peak(settings.model.dtype)
     return settings, topology
+
+
+def check_mesh_is_of(settings: Settings, devices: int) -> None:
+    """Raise ConfigError, before they are measured, if this machine's devices do not fit the mesh."""
+    try:
+        resolve_sizes(settings.mesh, devices)
+    except ConfigError as error:
+        raise ConfigError(f"{error}, or plan for chips that need not be here: --topology=v5e:4x4") from error
 
 
 def print_plan(name: str, settings: Settings, topology: Topology, values: dict[str, Any]) -> None:
@@ -114,6 +124,7 @@ def print_plan(name: str, settings: Settings, topology: Topology, values: dict[s
         changes = plan.helpful_changes(settings, topology, now, show)
     if changes:
         print("", *plan.changes_table(changes), sep="\n", flush=True)
+    print(*(f"{line}\n" for line in plan.nothing_fits_lines(changes, now, topology)), sep="", end="", flush=True)
     if values["analytic"]:
         return
     devices = compiler_devices(topology, values)
@@ -144,7 +155,8 @@ def sweep(name: str, settings: Settings, topology: Topology, values: dict[str, A
         marked = front(search.rows)
         print("", *plan.sweep_table(shown, compiled, marked, search.configured), sep="\n")
         print("", *plan.passed_over_lines(search), sep="\n")
-        print(*plan.fastest_line(compiled, search.configured), sep="\n", end="")
+        usable_bytes = topology.chip.usable_bytes
+        print(*plan.fastest_line(shown, compiled, search.configured, usable_bytes), sep="\n", end="")
         if search.sets:
             print("", *plan.sets_table(search.sets, search.configured), sep="\n")
         if values["svg"] is not None:

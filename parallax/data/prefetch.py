@@ -74,8 +74,11 @@ class Prefetcher(AbstractContextManager):
     def _run(self, step: int) -> None:
         while self._room.acquire() and not self._is_closed:
             try:
-                self._ready.put((self._put(self._reader.batch(step)), None))
+                batch = self._reader.batch(step)
+                if self._is_closed:  # perhaps long ago: Python may be at its end, and JAX would abort there
+                    return
+                self._ready.put((self._put(batch), None))
             except BaseException as error:  # raised by `get`
-                return self._ready.put((None, error))
+                self._ready.put((None, error))
+                return
             step += 1
-        return None

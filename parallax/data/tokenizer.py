@@ -379,6 +379,10 @@ def train_bpe(documents: Iterable[str], *, vocab: int, reserved: Sequence[str] =
 def split_long_words(text: str) -> list[str]:
     """Pieces of a document whose words have at most LONGEST_WORD characters: the library's time for a word grows with
     the square of its length."""
+    half = LONGEST_WORD // 2  # a long word covers one of these blocks, which are looked at faster than every word
+    blocks = (text[start : start + half] for start in range(0, len(text), half))
+    if not any(block.isspace() or block.split(maxsplit=1) == [block] for block in blocks):
+        return [text]
     long_words = (match.span() for match in LONG_WORD.finditer(text))
     cuts = [cut for start, end in long_words for cut in range(start + LONGEST_WORD, end, LONGEST_WORD)]
     return [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)])]

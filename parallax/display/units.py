@@ -17,6 +17,24 @@ def in_bytes(size: float) -> str:
     return _scaled(size, BYTES, 1024, "")
 
 
+def memory_unit(largest: float) -> tuple[int, str]:
+    """The bytes of a unit, and its name, for a column of sizes: GiB, but MiB where even the largest is below 0.1 GiB.
+
+    >>> memory_unit(3e9), memory_unit(2e6)
+    ((1073741824, 'GiB'), (1048576, 'MiB'))
+    """
+    return (2**30, "GiB") if largest >= 2**30 / 10 else (2**20, "MiB")
+
+
+def time_unit(longest: float) -> tuple[float, str]:
+    """The seconds of a unit, and its name, for a column of times: s, but ms where even the longest is below 0.1 s.
+
+    >>> time_unit(1.5), time_unit(0.02)
+    ((1.0, 's'), (0.001, 'ms'))
+    """
+    return (1.0, "s") if longest >= 0.1 else (1e-3, "ms")
+
+
 def in_flops(flops: float) -> str:
     """FLOPs in the largest unit that leaves a number of 1 or more.
 

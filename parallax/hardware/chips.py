@@ -178,6 +178,14 @@ TPUS = {
     # int8, whose products compile to no faster ones than bfloat16's, and none of the link to its host.
     "TPU v7x": (1153.5, {"int8": 1153.5, "float8": 2307}, 96, 3690, 100, 6.25, 0, 0, 2.2, "3D"),
 }
+# The sizes of the largest slice: Google Cloud's page of each chip. A pod of v5p has 8960 chips, its largest job 6144.
+LARGEST_SLICES = {
+    "TPU v4": (16, 16, 16),
+    "TPU v5e": (16, 16),
+    "TPU v5p": (16, 16, 24),
+    "TPU v6e": (16, 16),
+    "TPU v7x": (16, 24, 24),
+}
 # TPU: the book How to Scale Your Model has about 1 us for a link, and 8 us for a gather over three, measured. GPUs have
 # for messages from one to another what NCCL assumes of its protocol Simple. Between slices of TPUs there is no figure:
 # what NCCL 2.7.5 assumed of the network of GPUs stands in for it (commit 01afd20a, src/graph/tuning.cc).

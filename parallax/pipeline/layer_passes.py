@@ -5,7 +5,8 @@ in pools: "F to B" is saved by F for B, "F to W" by F for W alone, and "B to W" 
 """
 
 import dataclasses
-from collections.abc import Collection, Iterable
+import itertools
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -20,7 +21,7 @@ from parallax.model.lora import noise_of
 from parallax.pipeline.split_program import BackwardSplit, Selection, inlined, select, split_backward
 from parallax.sharding.collectives import as_varying
 from parallax.sharding.plan import ShardingPlan
-from parallax.sharding.slots import heads_major, row_major
+from parallax.sharding.slots import from_bytes, heads_major, row_major, to_bytes
 
 Pools = dict[str, list[Array]]  # a layer's residuals
 
@@ -109,17 +110,20 @@ class SaveNamed(SaveAll):
 
     selection: Selection | None = None
     in_rows: InRows = AS_XLA_CHOOSES
+    in_bytes: Collection[int] = ()  # places of the activations that are saved as bytes: see `as_bytes`
 
     def forward(self, weights: Any, x: Array, context: Context) -> tuple[Array, Pools]:
         x = row_major(x) if self.in_rows.stream else x
         y, *named = jaxpr_as_fun(self.selection.make)(*jax.tree.leaves((weights, x, context)))
         of_stream = [AFTER_ATTENTION] if self.in_rows.stream else []
-        return y, {"F to B": [x, *self._laid_out(named, self.selection.names if self.in_rows.carried else of_stream)]}
+        saved = as_bytes(named, self.in_bytes)
+        return y, {"F to B": [x, *self._laid_out(saved, self.selection.names if self.in_rows.carried else of_stream)]}
 
     def residuals(self, weights: Any, context: Context, saved: Pools) -> list[Array]:
         x, *named = saved["F to B"]
         x = row_major(x) if self.in_rows.carried or self.in_rows.stream else x
         named = self._laid_out(named, self.selection.names) if self.in_rows.read else named
+        named = from_arrays_of_bytes(named, self.selection.make.out_avals[1:], self.in_bytes)
         recomputed = jaxpr_as_fun(self.selection.recompute)(*jax.tree.leaves((weights, x, context)), *named)
         return [as_varying(leaf, ["pp"]) for leaf in recomputed]
 
@@ -132,7 +136,35 @@ class SaveNamed(SaveAll):
             of_heads = self.in_rows.carried and name in OF_HEADS and leaf.ndim == 4
             return heads_major(leaf) if of_heads else row_major(leaf)
 
-        return [laid_out(*saved) for saved in zip(self.selection.names, named, strict=True)]
+        return [laid_out(*saved) for saved in zip(self.names[1:], named, strict=True)]
+
+
+def as_bytes(named: list[Array], places: Collection[int]) -> list[Array]:
+    """Saved activations, those in these places as arrays of bytes."""
+    return [part for place, leaf in enumerate(named) for part in (to_bytes(leaf) if place in places else [leaf])]
+
+
+def from_arrays_of_bytes(saved: list[Array], like: Sequence[Any], places: Collection[int]) -> list[Array]:
+    """Activations like these from what `as_bytes` returned."""
+    rest = iter(saved)
+    parts = [[next(rest) for _ in range(leaf.dtype.itemsize if n in places else 1)] for n, leaf in enumerate(like)]
+    return [from_bytes(each, leaf.dtype) if n in places else each[0] for n, (each, leaf) in enumerate(zip(parts, like))]
+
+
+def beside_eight_bits(selection: Selection) -> tuple[int, ...]:
+    """The places, among saved activations, of an MLP's `swiglu` in 8 bits and of the 16-bit one that is computed just
+    before. XLA for v7x writes the slots of both in the product that computes both if these have one dtype: see
+    `writes_slots_of_one_dtype`."""
+    jaxpr, names = selection.make.jaxpr, selection.names
+    computed = {var: number for number, equation in enumerate(jaxpr.eqns) for var in equation.outvars}
+    kept = [(computed[var], place, var.aval) for place, var in enumerate(jaxpr.outvars[1:])]
+    places: list[int] = []
+    for number, place, like in kept:
+        if names[place] == "swiglu" and like.dtype.itemsize == 1:
+            before = [each for each in kept if each[0] < number and each[2].shape == like.shape]
+            wide = [each[:2] for each in before if names[each[1]] == "ffn" and each[2].dtype.itemsize == 2]
+            places += [place, max(wide)[1]] if wide else []
+    return (*places,)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -237,6 +269,7 @@ def layer_passes(
     in_rows: InRows = AS_XLA_CHOOSES,
     norms_apart: bool = False,
     norm_means: bool = False,
+    in_bytes: bool = False,
     plan: ShardingPlan,
     stack: str,
     weights: Any,
@@ -246,8 +279,9 @@ def layer_passes(
     """The passes of a stack's layers for a gathered layer's weights, an input and a context of these shapes.
 
     `norms_apart`: whether recomputed norms are apart from what reads them, as `fuses_norms_into_products` says.
-    `norm_means`: whether a set saves what `saves_means_of_norms` says, too. With remat="stage" a stage runs its layers
-    again before B, and these passes save all for the time of B.
+    `norm_means`: whether a set saves what `saves_means_of_norms` says, too. `in_bytes`: whether it saves what
+    `beside_eight_bits` says as bytes. With remat="stage" a stage runs its layers again before B, and these passes save
+    all for the time of B.
     Raises ConfigError if the block names an activation that `pipeline.remat` does not know.
     """
     *vjp, program = traced_vjp(block, plan, stack, weights, x, context)
@@ -260,9 +294,12 @@ def layer_passes(
         selection = select(program, now=[0], names=(*parts, NORM_MEANS) if norm_means else parts)
         if apart:
             selection = selection._replace(recompute=inlined(selection.recompute, apart))
-        named = jax.eval_shape(jaxpr_as_fun(selection.make), *given)[1:]
-        names = (LAYER_INPUT, *selection.names)
-        passes = SaveNamed(block, *vjp, program, {"F to B": [x, *named]}, names, selection, in_rows)
+        places = beside_eight_bits(selection) if in_bytes else ()
+        named = jax.eval_shape(lambda *given: as_bytes(jaxpr_as_fun(selection.make)(*given)[1:], places), *given)
+        kept = zip(selection.names, selection.make.out_avals[1:])
+        of_parts = [[name] * (like.dtype.itemsize if n in places else 1) for n, (name, like) in enumerate(kept)]
+        names = (LAYER_INPUT, *itertools.chain(*of_parts))
+        passes = SaveNamed(block, *vjp, program, {"F to B": [x, *named]}, names, selection, in_rows, places)
     elif remat == "layer":
         program = inlined(program, apart) if apart else program
         passes = SaveLayerInput(block, *vjp, program, {"F to B": [x]}, (LAYER_INPUT,), in_rows)

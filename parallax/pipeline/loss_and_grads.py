@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from parallax.config.sections import EMBEDDING, HEAD
+from parallax.config.sections import EMBEDDING, FIXED, HEAD
 from parallax.model.context import Context
 from parallax.pipeline.embed_and_head import BatchedHead, LossOnly, MicrobatchHead, Tokens
 from parallax.pipeline.layer_passes import InRows, LayerPasses, SaveAll, layer_passes
@@ -27,7 +27,12 @@ from parallax.schedules import gpipe_on
 from parallax.sharding import activations
 from parallax.sharding.activations import CONTEXT_AXIS, ROWS, SHARED_ROWS
 from parallax.sharding.collectives import as_varying, reshard, sum_over
-from parallax.sharding.compiler import keeps_stream_in_rows, relays_what_is_read, saves_means_of_norms
+from parallax.sharding.compiler import (
+    keeps_stream_in_rows,
+    relays_what_is_read,
+    saves_means_of_norms,
+    writes_slots_of_one_dtype,
+)
 from parallax.sharding.rounding import rounding_key
 from parallax.sharding.slots import zeros
 from parallax.sharding.zigzag import context_ranks, to_order
@@ -147,7 +152,8 @@ def passes_of_training(layers: Layers, ends: MicrobatchHead | BatchedHead) -> li
     model = layers.model
     read, stream = relays_what_is_read(model.mesh), keeps_stream_in_rows(model.mesh)
     settings = dict(remat=model.pipeline.remat, split=model.schedule.split, norms_apart=model.norms_apart)
-    settings |= dict(norm_means=saves_means_of_norms(model.mesh))
+    in_bytes = writes_slots_of_one_dtype(model.mesh) and model.config.matmul_scales == FIXED
+    settings |= dict(norm_means=saves_means_of_norms(model.mesh), in_bytes=in_bytes)
     shapes = [jax.tree.flatten(arguments) for arguments in arguments_of_layers(layers, ends)]
 
     def carried_in_rows(stack: str) -> bool:

@@ -103,7 +103,8 @@ def offset(layout: Layout, dim: str, local_size: int) -> Array | int:
 def after(x: Array, earlier: Array) -> Array:
     """Return `x`, but only after `earlier` has been computed.
 
-    It keeps the messages of simulated devices in one order (`parallax/sharding/message_order.py` says why).
+    It keeps the messages of simulated devices in one order (`parallax/sharding/message_order.py` says why), and on some
+    TPUs those of a layer's gradients (`sends_small_gradients_last`).
     XLA removes an optimization_barrier before it fixes that order, so this function uses arithmetic that XLA cannot
     simplify. If a gradient is NaN, in which case the step is lost, messages are NaN, too.
 

@@ -30,14 +30,19 @@ from einops import pack, unpack
 from flax.traverse_util import unflatten_dict
 from jax import Array, lax
 
-from parallax.config.sections import PARTS, FsdpConfig, OptimizerConfig, PipelineConfig
+from parallax.config.sections import FIXED, PARTS, FsdpConfig, OptimizerConfig, PipelineConfig
 from parallax.display.html import html_table
 from parallax.display.tables import text_table
 from parallax.display.units import in_bytes
 from parallax.errors import ConfigError, check_choice, nearest, quoted
 from parallax.sharding import collectives
 from parallax.sharding.bucket import BY_PARAMETER, Bucket, Packed, Shipment, buckets
-from parallax.sharding.compiler import copies_whole_stacks, moves_sums_out_of_loops, reads_heads_last
+from parallax.sharding.compiler import (
+    copies_whole_stacks,
+    moves_sums_out_of_loops,
+    reads_heads_last,
+    sends_small_gradients_last,
+)
 from parallax.sharding.eight_bits import EIGHT_BIT_DTYPES, gather_rounded, scale_of
 from parallax.sharding.host import DEVICE, HOST, argument_to_device, is_on_host, to_device, to_host
 from parallax.sharding.layers_on_ranks import Arrangement
@@ -477,11 +482,16 @@ class ShardingPlan:
         (sums, structure), rows = jax.tree.flatten(totals), named_leaves(entry(self.rows, stack))
         given, wholes, names = structure.flatten_up_to(grads), jax.tree.leaves(entry(self.shapes, stack)), [*rows]
         there = [index for index, grad in enumerate(given) if grad is not None]
-        for scope, members in self.buckets_of_gradients([*rows.values()], there):
-            used = [rows[names[index]] for index in members]
+        messages, earlier = self.buckets_of_gradients([*rows.values()], there), []
+        first, others, later = _in_order_sent([*rows.values()], given, messages)
+        for message in [*first, *others, *later]:
+            used, sent = [rows[names[index]] for index in message.members], [given[index] for index in message.members]
+            if message in later:
+                sent = [reduce(collectives.after, earlier, grad) for grad in sent]
             moves = [(row.compute, row.summed) for row in used]
-            shares = self._scatter(scope, used, moves, [given[index] for index in members])
-            for index, row, share in zip(members, used, shares, strict=True):
+            shares = self._scatter(message.scope, used, moves, sent)
+            earlier += shares[:1] if message in first else []
+            for index, row, share in zip(message.members, used, shares, strict=True):
                 total = sums[index]
                 if row.spec.is_maximum:
                     sums[index] = total.at[place].max(share.astype(total.dtype))
@@ -735,6 +745,23 @@ def largest_entry(spec: ParameterSpec, layout: Layout, weights: Array) -> Array:
 def entry(tree: Any, path: str) -> Any:
     """What a tree has under a name like "blocks/KIND"; the tree itself for ""."""
     return reduce(lambda inner, name: inner[name], filter(None, path.split("/")), tree)
+
+
+def _in_order_sent(
+    rows: Sequence[ParameterPlan], grads: Sequence[Array], messages: Sequence[Bucket]
+) -> tuple[list[Bucket], list[Bucket], list[Bucket]]:
+    """The messages of a layer's gradients in the order in which they are traced: the largest of weights that read the
+    stream, those that go at any time, and those that are sent after the first: see `sends_small_gradients_last`."""
+    if not (sends_small_gradients_last() and any(row.spec.scales == FIXED for row in rows)):
+        return [], [*messages], []
+    entries = {message: sum(grads[index].size for index in message.members) for message in messages}
+    # Not of `down`: its product begins the backward pass, where links are busy with gathers.
+    reading = [each for each in messages if all("d_model" in rows[index].spec.inputs for index in each.members)]
+    most = max((entries[message] for message in reading), default=0)
+    first = [message for message in reading if entries[message] == most]
+    # Not vectors: their gradients are summed within products.
+    smaller = [each for each in messages if entries[each] < most and grads[each.members[0]].ndim > 1]
+    return first, [message for message in messages if message not in (*first, *smaller)], smaller
 
 
 def empty_like(x: Array) -> Array:

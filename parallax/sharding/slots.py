@@ -77,6 +77,24 @@ def write_slot(stacked: Any, values: Any, *numbers: Array | int) -> Any:
     return jax.tree.map(write, stacked, values)
 
 
+def to_bytes(x: Array) -> list[Array]:
+    """The bytes of an array's entries, the highest first: arrays of uint8 of its shape.
+
+    >>> [part.item() for part in to_bytes(jnp.bfloat16(1))]
+    [63, 128]
+    """
+    word = lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
+    return [(word >> 8 * place).astype(jnp.uint8) for place in reversed(range(x.dtype.itemsize))]
+
+
+def from_bytes(parts: Sequence[Array], dtype: Any) -> Array:
+    """The array of this dtype that has these bytes."""
+    word = jnp.zeros((), f"uint{8 * len(parts)}")
+    for place, part in enumerate(reversed(parts)):
+        word = word | part.astype(word.dtype) << 8 * place
+    return lax.bitcast_convert_type(word, dtype)
+
+
 def row_major(x: Array) -> Array:
     """The same array in row-major memory layout, with the last dim fastest; [B, S, F] as XLA has it if tiles would pad
     a wide F: then S is fastest, and the array would be copied."""

@@ -163,9 +163,10 @@ def muon_and(adam: optax.GradientTransformation, momentum: float, rows: Any) -> 
 
     def update(grads, state, params=None):
         mean, count = optax.tree.update_moment(grads, state.mu, momentum, 1), optax.safe_increment(state.count)
-        ahead = optax.tree.bias_correction(mean, momentum, optax.safe_increment(count))
-        corrected = optax.tree.bias_correction(grads, momentum, count)
-        nesterov = jax.tree.map(lambda m, g: momentum * m + (1 - momentum) * g, ahead, corrected)
+        # Corrected for the bias of the first steps: one factor each, of all parameters.
+        of_mean = momentum / (1 - momentum ** optax.safe_increment(count))
+        of_grad = (1 - momentum) / (1 - momentum**count)
+        nesterov = jax.tree.map(lambda m, g: of_mean * m + of_grad * g, mean, grads)
         orthogonal = functools.partial(orthogonalized, coefficients=state.ns_coeffs)
         directions = jax.tree_util.tree_map_with_path(orthogonal, nesterov, matrices)
         return directions, optax.contrib.MuonState(count, mean, state.ns_coeffs)
@@ -295,11 +296,8 @@ def clip_by_norm(largest: float) -> optax.GradientTransformationExtraArgs:
 
     def update(grads, state, params=None, *, grad_norm=None, **others):
         norm = global_norm(grads) if grad_norm is None else grad_norm
-
-        def clip(grad: Array) -> Array:
-            return jnp.where(norm < largest, grad, grad / norm.astype(grad.dtype) * largest)
-
-        return jax.tree.map(clip, grads), state
+        scale = jnp.where(norm < largest, 1.0, largest / norm)
+        return jax.tree.map(lambda grad: grad * scale.astype(grad.dtype), grads), state
 
     return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
 

@@ -8,6 +8,7 @@ TensorStore sends the requests, repeats those that the store throttles or does n
 where the store's own tools look for them.
 """
 
+import atexit
 import collections
 import contextlib
 import errno
@@ -38,6 +39,7 @@ TIMEOUTS = {
     "TENSORSTORE_CURL_LOW_SPEED_LIMIT_BYTES": "1",
 }
 READS_AHEAD = 32  # requests for the objects of a log
+LAST_ANSWERS_SECS = 10.0  # at the end of Python, for the requests of its threads
 FLUSH_SECS = 5.0  # between the objects of a log
 LEASE_SECS, RENEW_SECS, LEASE_LOOK_SECS = 60.0, 15.0, 1.0
 MOST_SEGMENTS = 2000  # objects of a log; three hours of them
@@ -186,10 +188,47 @@ def _opened(spec: str) -> Any:
     return KvStore.open(json.loads(spec)).result()
 
 
+class RequestsOfThreads(contextlib.AbstractContextManager):
+    """A context around each request, which daemon threads do not leave once Python ends.
+
+    Python stops such a thread where it next needs the interpreter. Inside TensorStore, as in C++ in general, that
+    aborts the process (SIGABRT), whatever its status was to be.
+    """
+
+    def __init__(self) -> None:
+        self._changed, self._in_flight, self._has_ended = threading.Condition(), 0, False
+        atexit.register(self._end)
+
+    def __enter__(self) -> None:
+        self._count(1)
+
+    def __exit__(self, *_) -> None:
+        self._count(-1)
+
+    def _count(self, change: int) -> None:
+        if not threading.current_thread().daemon:
+            return
+        with self._changed:
+            if change < 0 or not self._has_ended:
+                self._in_flight += change
+                self._changed.notify_all()
+            while self._has_ended:
+                self._changed.wait()
+
+    def _end(self) -> None:
+        with self._changed:
+            self._has_ended = True
+            self._changed.wait_for(lambda: not self._in_flight, timeout=LAST_ANSWERS_SECS)
+
+
+_requests = RequestsOfThreads()
+
+
 def _asked(path: BucketPath, ask: Any) -> Any:
     """The answer to a request; StoreError, which is an OSError, that says what the store said."""
     try:
-        return ask(_store(path)).result()
+        with _requests:
+            return ask(_store(path)).result()
     except ValueError as error:
         text, reason = str(error), re.sub(r"//[^/@\s]*@", "//", first_line(error))
     kind = "ENOENT" if "NoSuchBucket" in text else text.partition(":")[0]

@@ -423,6 +423,11 @@ class FolderHere:
         if self._temporary is not None:
             for path in sorted(files_below(self.path), key=lambda path: path.suffix == last):
                 copy_file(path, self._folder / path.relative_to(self.path))
+            self.remove()
+
+    def remove(self) -> None:
+        """Remove a temporary folder, with what is in it."""
+        if self._temporary is not None:
             self._temporary.cleanup()
 
 

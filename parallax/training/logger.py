@@ -253,6 +253,8 @@ class EventFile:
         self._events.close()
         if self._has_events:
             self._here.store()
+        else:
+            self._here.remove()
 
 
 class Wandb:

@@ -41,16 +41,19 @@ from parallax.analysis.planned.plan import (
     LEAST_SPEEDUP,
     REMAT_WIDTH,
     Change,
+    Prices,
     best_of_each_key,
     changes_table,
     compiled_lines,
     eight_bit_lines,
     fastest_line,
     helpful_changes,
+    nothing_fits_lines,
     passed_over_lines,
     plan_heading,
     sets_table,
     single_changes,
+    smaller_microbatches,
     sweep_table,
     verdict,
 )
@@ -838,7 +841,7 @@ def test_sets_of_the_own_layout_are_shown_from_the_fastest_to_the_smallest(few, 
     estimates = [row.estimate for row in search.sets]
     assert any(one.secs <= 1.01 * saved.secs and one.peak_bytes < saved.peak_bytes for one in estimates)
     head, *lines = sets_table(search.sets, search.configured)
-    assert head.split() == ["this", "layout,", "remat", "GiB", "s/step"]
+    assert head.split() == ["this", "layout,", "remat", "MiB", "ms/step"]
     assert [line for line in lines if ">" in line] == [line for line in lines if "norm" in line]
     marked = [row for row in search.sets if row.choice in front(search.sets)]
     assert sum(line.startswith("*") for line in lines) == len(marked)
@@ -878,6 +881,14 @@ def test_the_picture_has_a_point_for_each_layout_inside_its_frame(found):
     assert len(key) == len(front(found.rows))
 
 
+@pytest.mark.parametrize(
+    "change", [dict(virtual=4), dict(exceptions="embedding=zero1 head=zero1"), dict(prefetch=1), dict(policy="zero2")]
+)
+def test_a_picture_names_layouts_that_differ_differently(change):
+    layout = Choice(4, 8, 1, 16, "interleaved", 2, "layer", "zero3", "", 0)
+    assert sweep_module._name(layout) != sweep_module._name(layout._replace(**change))
+
+
 def test_one_layout_alone_is_a_picture_too(found):
     ET.fromstring(draw("tiny", found.rows[:1], PAIR, found.configured))
 
@@ -900,6 +911,8 @@ def test_the_command_says_what_a_plan_must(planned):
     out = planned
     assert re.search(r"^fits: [\d.]+ \w+ of 15.8 GiB a chip", out, re.M)
     assert re.search(r"^MFU \d+\.\d %", out, re.M)
+    assert re.search(r"^range: [0-9.]+ to [0-9.]+ ms, ", out, re.M)  # of a small step, small units
+    assert re.search(r"^step +[0-9.]+ ms ", out, re.M) and re.search(r" [+-][0-9.]+ MiB ", out)
     for word in ("memory of a chip", "time of a step", "exposed over dp", "exposed over tp", "largest: "):
         assert word in out
     assert max(map(len, out.splitlines())) <= 100
@@ -924,6 +937,19 @@ def test_flags_lead_to_the_layout_that_was_priced(config, layout):
         assert Choice.of(read_command([*command_line, *flags_of(own.keys_to(choice))], {})[0]) == choice
     for flags, changed in changes_of(settings, read_topology("v5e:2x2")):
         assert Choice.of(read_command([*command_line, *shlex.split(flags)], {})[0]) == Choice.of(changed)
+
+
+def test_token_streams_are_proposed_to_tpus_with_tensor_ranks_and_are_faster_there():
+    flags = "--config.layout.tensor_parallel=streams '--config.layout.residual=batch/dp seq/tp d_model'"
+    settings = tiny(mesh_dp=1, mesh_tp=2, model_d_model=256, model_d_ff=1024, data_seq=512)
+    changed = dict(changes_of(settings, PAIR))[flags]
+    now, then = predict(settings, PAIR), predict(changed, PAIR)
+    assert then.exposed_secs["tp"] < now.exposed_secs["tp"] / 2 and then.secs < now.secs
+    others = [(tiny(), PAIR), (settings, read_topology("H100:2")), (changed, PAIR)]
+    assert not [flag for each in others for flag, _ in changes_of(*each) if "streams" in flag]
+    change = Change({"layout.tensor_parallel": "streams", "layout.residual": "batch/dp seq/tp d_model"}, 0, -0.1)
+    _, first, second = changes_table([change])
+    assert [first.split()[0], second.strip()] == flags.split(maxsplit=1) and max(map(len, (first, second))) <= 100
 
 
 @pytest.mark.parametrize(("schedule", "virtual"), [("one_f_one_b", 1), ("interleaved", 2)])
@@ -956,6 +982,30 @@ def test_a_plan_that_does_not_fit_names_first_what_makes_it_fit(monkeypatch):
     tight = PAIR._replace(chip=PAIR.chip._replace(usable_bytes=now.peak_bytes - half))
     shown = [key for change in helpful_changes(tiny(), tight, now) for key in change.values]
     assert shown == ["quick", "slow", "nearest", "far"]
+
+
+@pytest.mark.parametrize(("room", "expected"), [(2, []), (4, [4]), (8, [8]), (64, [16])])
+def test_a_plan_that_does_not_fit_names_the_fewest_microbatches_that_do_or_the_most_that_there_can_be(room, expected):
+    """Twice as many are tried anyway; 16 divide the batch."""
+    sizes = dict(data_global_batch=32, data_seq=256)
+    settings = tiny(**sizes, pipeline_microbatches=1)
+    now = predict(settings, PAIR)
+    held = {many: predict(tiny(**sizes, pipeline_microbatches=many), PAIR).peak_bytes for many in (2, 4, 8, 16)}
+    assert sorted(held.values(), reverse=True) == [*held.values()]
+    usable_bytes = held.get(room, held[16] - 1)
+    tight = PAIR._replace(chip=PAIR.chip._replace(usable_bytes=usable_bytes))
+    changes = list(smaller_microbatches(Prices(settings, tight, now)))
+    assert [change.values["pipeline.microbatches"] for change in changes] == expected
+    assert room == 64 or all(now.peak_bytes + change.bytes <= usable_bytes for change in changes)
+
+
+def test_where_nothing_alone_makes_a_step_fit_a_plan_says_so():
+    now = SimpleNamespace(peak_bytes=PAIR.chip.usable_bytes + 2**30)
+    little, enough = Change({"little": 1}, -(2**20), 0.0), Change({"enough": 1}, -(2**30), 0.0)
+    (line,) = nothing_fits_lines([little], now, PAIR)
+    assert "1.0 GiB" in line and "--sweep" in line
+    assert not [*nothing_fits_lines([little, enough], now, PAIR)]
+    assert not [*nothing_fits_lines([little], SimpleNamespace(peak_bytes=2**30), PAIR)]
 
 
 def test_every_number_of_fewer_microbatches_and_sets_of_parts_are_tried():
@@ -1110,7 +1160,11 @@ def test_a_sweep_prints_its_table_and_draws(few, config, tmp_path, capsys):
     out = capsys.readouterr().out
     assert re.search(r"^\d+ layouts priced; passed over: ", out, re.M)
     assert (tmp_path / "plan.svg").read_text().count("<title>") >= 4
-    assert max(map(len, out.splitlines())) <= 100
+    (fastest,) = re.findall(r"^fastest as planned: ([0-9.]+) ms a step, MFU [0-9.]+ %: (.*)", out, re.M)
+    changed = [] if fastest[1] == "the config as it is" else shlex.split(fastest[1])
+    then = read_command(["plan", config, "--config.mesh.tp=1", *changed], {})[0]
+    assert fastest[0] == f"{1000 * predict(then, PAIR).secs:.3f}"
+    assert max(len(line) for line in out.splitlines() if not line.startswith("fastest")) <= 100
 
 
 @pytest.mark.slow
@@ -1185,7 +1239,7 @@ def test_the_headline_of_a_compiled_plan_says_how_kernels_are_priced():
     assert "MFU 50.0 % (compiled, kernels at 70 % of peak; bubble 0.0 %)" in lines(time)
     assert "MFU 50.0 % (compiled, kernels at 100 % of peak; bubble 0.0 %)" in lines(time._replace(kernel_efficiency=1))
     assert "MFU 50.0 % (compiled; bubble 0.0 %)" in lines(time._replace(pallas_secs=0.0))
-    (line,) = fastest_line({Choice.of(tiny()): CompiledStep("", time=time)}, Choice.of(tiny()))
+    (line,) = fastest_line([], {Choice.of(tiny()): CompiledStep("", time=time)}, Choice.of(tiny()), 0)
     assert line.startswith("fastest as compiled, kernels at 70 % of peak: 1.500 s a step")
 
 
@@ -1218,6 +1272,12 @@ def test_an_analytic_plan_compiles_nothing_and_asks_for_nothing(config, planned,
         (["--topology=v5e:4x4"], r"legal pp·dp·tp for 16: [^(]*$"),  # not mesh.simulate, which does nothing there
         (["--topology=h100:16"], "a host has at most 8 NVIDIA H100: write h100:2x8, for 16 GPUs"),
         (["--topology=2xv5p:4x4"], "write 2xv5p:4x4x4, for 128 chips"),
+        (
+            ["--topology=v5e:32x32"],
+            "slices of 1,024 chips, but the largest of TPU v5e has 256; write 4xv5e:16x16, ",
+        ),
+        (["--topology=2xv6e:32x16"], "largest of TPU v6e has 256; write 4xv6e:16x16, for 1,024 chips"),
+        ([], "wants 4 devices, but there are 8; .*, or plan for chips that need not be here: --topology=v5e:4x4"),
         (["--topology=2xH100:16"], "write H100:4x8, for 32 GPUs"),
         (["--topology=2xH100:4x8"], "has 2 slices, but NVIDIA H100 are on hosts; write H100:8x8, for 8 hosts"),
         (["--topology=2xv5e:1x2"], "neither divides over 2 slices of 2 chips, .*with mesh.replica=2 mesh.dp=1"),
@@ -1235,7 +1295,7 @@ def test_an_analytic_plan_compiles_nothing_and_asks_for_nothing(config, planned,
         (["--topology=v5e:2x2", "--sweep", "--most=-1"], "--most=-1 must be a whole number of 0 or more"),
         (["--topology=v5e:2x2", "--most=9"], "--most=9 is for --sweep"),
         (["--topology="], "is empty; leave it out"),
-        (["--topolgy=v5e:2x2"], "unknown flag --topolgy; did you mean 'topology'"),
+        (["--topolgy=v5e:2x2"], "unknown flag --topolgy; did you mean '--topology'"),
     ],
 )
 def test_what_is_wrong_is_said_in_one_line_before_anything_is_compiled(

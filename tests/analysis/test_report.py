@@ -282,7 +282,7 @@ CUDNN, SPLASH = ["--config.model.kernel=cudnn", "--config.model.dtype=bfloat16"]
     ("arguments", "message"),
     [
         ([], "--config is missing; use one of configs/base.py"),
-        ([QUICKSTART, "--traceonly"], "unknown flag --traceonly; did you mean 'trace-only'?"),
+        ([QUICKSTART, "--traceonly"], "unknown flag --traceonly; did you mean '--trace-only'?"),
         ([QUICKSTART, "--html="], "--html='' is empty; leave it out, or write a value: write the report to this file"),
         ([QUICKSTART, "--topology="], "--topology='' is empty; leave it out, or write a value: compile for chips"),
         ([QUICKSTART, "--topology=v9:2x4"], "chip 'v9:2x4' is unknown"),

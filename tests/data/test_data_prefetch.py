@@ -108,6 +108,17 @@ def test_closing_gives_up_on_a_put_that_hangs(monkeypatch):
     release.set()
 
 
+def test_what_is_read_after_the_end_is_not_put(monkeypatch):
+    """The run may have ended long ago, and Python with it, inside which JAX would abort."""
+    monkeypatch.setattr("parallax.data.prefetch.CLOSE_SECS", 0.0)
+    put = []
+    prefetcher = Prefetcher(Counting(secs=0.2), put.append, 0)
+    prefetcher.close()
+    (thread,) = running()
+    thread.join(10)
+    assert not thread.is_alive() and put == []
+
+
 def test_steps_are_not_skipped():
     with Prefetcher(Counting(), lambda batch: batch, 0) as prefetcher:
         with pytest.raises(AssertionError, match="step 0 is next, not 1"):

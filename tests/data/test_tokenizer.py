@@ -212,6 +212,8 @@ def test_an_unbroken_word_is_learned_from_in_pieces_and_other_texts_as_ever():
     )
     assert split_long_words("two words " * 1000) == ["two words " * 1000]
     assert [*map(len, split_long_words(f"a {'b' * 1024} {' ' * 1500}c"))] == [2 + 1024 + 1024, 1501 - 1024 + 1]
+    for before in ("", "a ", "a " * 300, "a " * 399):
+        assert split_long_words(before + "b" * 1025) == [before + "b" * 1024, "b"]
 
 
 def test_ctrl_c_ends_the_learning_of_a_bpe():

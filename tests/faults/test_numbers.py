@@ -246,7 +246,7 @@ def test_a_step_is_replayed_from_the_nearest_checkpoint_before_it(start, diverge
         (["--workdir={run}"], "--step=0 is not a step of this run; use 1 to train.steps=10", 2),
         (["--workdir={run}", "--step=11"], "--step=11 is not a step of this run; use 1 to train.steps=10", 2),
         (["--workdir={run}", "--step=x"], "invalid literal", 2),
-        (["--workdir={run}", "--stepp=1"], "unknown flag --stepp; did you mean 'step'?", 2),
+        (["--workdir={run}", "--stepp=1"], "unknown flag --stepp; did you mean '--step'?", 2),
     ],
     ids=str,
 )

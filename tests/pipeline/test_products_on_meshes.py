@@ -361,6 +361,49 @@ def test_what_several_products_read_is_rounded_once_where_xla_would_round_in_eac
     assert (barriers("float8"), barriers("int8")) == (shared + products, 0)
 
 
+FIXED_ON_V7X = dict(matmul_scales="fixed", matmul_ranges="8 0.25 0.5", matmul_residuals="8bit", remat="norm")
+
+
+@pytest.mark.fast(1)
+@pytest.mark.parametrize("how", [{}, dict(schedule="zero_bubble", mesh=(2, 2, 1)), dict(dtype="float32")], ids=str)
+def test_swiglu_in_8_bits_and_up_are_saved_as_bytes_where_a_product_writes_slots_of_one_dtype(how, monkeypatch):
+    """The same numbers, and as many bytes: those of up are two arrays. Up of float32 stays as it is."""
+    how = dict(mesh=(1, 2, 1), dtype="bfloat16") | FIXED_ON_V7X | how
+    mesh = how.pop("mesh")
+
+    def found():
+        model = build(mesh, matmul="float8", **MODELS["gqa"] | how)
+        sizes = [size for _, component, size in tick_state(model, 8, SEQ) if component == "saved_activations"]
+        step = jax.jit(model.loss_and_grad)
+        return len(sizes), sum(sizes), jax.tree.map(np.asarray, step(params_of(model), make_batch()))
+
+    before = found()
+    monkeypatch.setattr("parallax.pipeline.loss_and_grads.writes_slots_of_one_dtype", lambda mesh: True)
+    after = found()
+    jax.tree.map(np.testing.assert_array_equal, after[2], before[2])
+    assert after[:2] == (before[0] + (how["dtype"] == "bfloat16"), before[1])
+
+
+@pytest.mark.fast(1)
+@pytest.mark.parametrize("how", [{}, dict(schedule="zero_bubble", mesh=(2, 2, 1)), dict(bucket="layer")], ids=str)
+def test_small_gradients_that_are_sent_after_large_ones_are_the_same(how, monkeypatch):
+    """Those of attention's four kernels wait for those of gate and up; in one message all go at once."""
+    how = dict(mesh=(1, 2, 1), d_ff=128) | FIXED_ON_V7X | how
+    mesh = how.pop("mesh")
+
+    def found():
+        model = build(mesh, matmul="float8", **MODELS["gqa"] | how)
+        step = jax.jit(model.loss_and_grad)
+        waits = step.lower(model.shapes, make_batch()).as_text().count("stablehlo.compare NE")
+        return waits, jax.tree.map(np.asarray, step(params_of(model), make_batch()))
+
+    before = found()
+    monkeypatch.setattr("parallax.sharding.plan.sends_small_gradients_last", lambda: True)
+    after = found()
+    jax.tree.map(np.testing.assert_array_equal, after[1], before[1])
+    assert after[0] - before[0] == (0 if "bucket" in how else 4 * 2)
+
+
 @pytest.mark.fast(1)
 @pytest.mark.parametrize("remat", INPUTS)
 def test_8_bit_residuals_save_each_input_once_in_a_byte_an_entry(remat):

@@ -20,8 +20,11 @@ from parallax.sharding.compiler import (
     first_group,
     keeps_stream_in_rows,
     reads_heads_last,
+    rounds_in_products,
     saves_means_of_norms,
     scales_queries_first,
+    sends_small_gradients_last,
+    writes_slots_of_one_dtype,
 )
 from parallax.sharding.slots import unset
 
@@ -121,8 +124,10 @@ def test_what_a_compiler_is_spared_is_for_chips_on_which_it_was_compiled(kind, h
     device = jax.sharding.AbstractDevice(kind, None, "tpu")
     with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("dp",), abstract_device=device)):
         assert (reads_heads_last(), scales_queries_first(), computes_gradients_again()) == (heads, fewer_passes, again)
+        assert rounds_in_products() == sends_small_gradients_last() == (kind == "TPU7x")
     mesh = mesh_on((1, 1, 1), (1, 1, 1), kind)
     assert keeps_stream_in_rows(mesh) == saves_means_of_norms(mesh) == fewer_passes
+    assert writes_slots_of_one_dtype(mesh) == (kind == "TPU7x")
     assert not reads_heads_last() and not scales_queries_first() and not computes_gradients_again()
     assert not keeps_stream_in_rows(mesh_of(1, 1, 1)) and not saves_means_of_norms(mesh_of(1, 1, 1))
 

@@ -55,8 +55,9 @@ def logging_in(bucket, tmp_path, after):
 def kill(logger):
     """End the threads of a log, which sends nothing more."""
     (tensorboard,) = logger._writers
-    tensorboard._ended.set()
-    tensorboard._thread.join()
+    for log in (tensorboard, logger._log, logger._metrics):
+        log._ended.set()
+        log._thread.join()
     tensorboard._file._events.close()
 
 

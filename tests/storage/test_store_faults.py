@@ -283,3 +283,30 @@ def test_a_server_that_says_nothing_is_asked_again_and_not_waited_for(store, buc
         assert said.stdout == "10\n"
     else:
         assert "StoreError" in said.stderr and "Timeout was reached" in said.stderr
+
+
+ASKS_AT_ITS_END = """
+import sys, threading
+from parallax.storage import buckets
+
+path, asked = buckets.path_of(sys.argv[1]), threading.Event()
+
+def ask():
+    while True:
+        buckets.read(path)
+        asked.set()
+
+for _ in range(4):
+    threading.Thread(target=ask, daemon=True).start()
+asked.wait()
+sys.exit(7)
+"""
+
+
+def test_a_process_ends_with_its_own_status_while_its_threads_still_ask_a_store(store, bucket):
+    """As where the shards of a run that has ended are still being fetched: TensorStore would abort (SIGABRT)."""
+    files.write_whole(bucket / "a", b"a" * 10)
+    command = [sys.executable, "-c", ASKS_AT_ITS_END, str(bucket / "a")]
+    for _ in range(3):
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert (ended.returncode, ended.stdout, ended.stderr) == (7, "", "")

@@ -40,8 +40,12 @@ class Started:
             errors="replace",
             start_new_session=True,
         )
-        self._reader = threading.Thread(target=lambda: self.lines.extend(self._process.stdout), daemon=True)
+        self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
+
+    def _read(self) -> None:
+        with self._process.stdout as lines:
+            self.lines.extend(lines)
 
     def __enter__(self) -> "Started":
         return self

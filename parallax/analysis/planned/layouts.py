@@ -102,6 +102,25 @@ class Choice(NamedTuple):
         return self.context + f" {self.order}" * (self.order != ZIGZAG)
 
     @property
+    def schedule_words(self) -> str:
+        """The schedule with the stages of a rank, if these are several; "" without a pipeline.
+
+        >>> Choice(4, 1, 1, 8, "interleaved", 2, "layer", "zero3", "", 0).schedule_words
+        'interleaved v=2'
+        """
+        return (self.schedule + f" v={self.virtual}" * (self.virtual > 1)) * (self.pp > 1)
+
+    @property
+    def policy_words(self) -> str:
+        """The policy with its exceptions, and whether weights are gathered ahead; "" on one data rank.
+
+        >>> Choice(1, 4, 1, 1, "gpipe", 1, "layer", "zero3", "embedding=zero1 head=zero1", 1).policy_words
+        'zero3 embedding=zero1 head=zero1, ahead'
+        """
+        exceptions = {"": "", SHARDED_TABLES: ", tables zero3"}.get(self.exceptions, f" {self.exceptions}")
+        return (self.policy + exceptions + ", ahead" * self.prefetch) * (self.data_ranks > 1)
+
+    @property
     def data_ranks(self) -> int:
         """Number of ranks over which data axes shard a parameter."""
         return self.dp * self.cp * self.ep

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 from parallax.analysis.planned.closed_form import ClosedForm
 from parallax.analysis.planned.devices import fastest_matmul, matmul_lines
 from parallax.analysis.planned.layouts import (
-    SHARDED_TABLES,
     Choice,
     flags_of,
     hosts_of_experts,
@@ -31,14 +30,14 @@ from parallax.analysis.planned.step_time import (
     predicted,
     time_parts,
 )
-from parallax.analysis.planned.sweep import PricedLayout, Sweep, draw, front
+from parallax.analysis.planned.sweep import MEMORY_WITHIN, PricedLayout, Sweep, draw, front
 from parallax.analysis.planned.topology import Topology, read_topology
 from parallax.analysis.traced.recompute import FINER, sets_to_try
-from parallax.config.sections import STATE_DTYPES, ModelConfig
+from parallax.config.sections import RESIDUAL_VALUES, STATE_DTYPES, STREAMS, ModelConfig
 from parallax.config.settings import Settings, check_settings, default_settings, default_value
 from parallax.display.html import content_html
 from parallax.display.tables import Table, content_text, table_text, text_table
-from parallax.display.units import duration, in_bytes, percent
+from parallax.display.units import duration, in_bytes, memory_unit, percent, time_unit
 from parallax.errors import ConfigError, ParallaxError
 from parallax.hardware.chips import KERNEL_EFFICIENCY
 from parallax.model.experts.exchange import EXCHANGES
@@ -308,6 +307,23 @@ def _priced(prices: Prices, show: Callable[[int, int], None]) -> Iterator[Change
         show(done, len(tried))
         if priced := prices.price(values):
             yield priced
+    if prices.free_bytes < 0:
+        yield from smaller_microbatches(prices)
+
+
+def smaller_microbatches(prices: Prices) -> Iterator[Change]:
+    """Of a step that does not fit: the change to the fewest microbatches with which it does, or to the most that there
+    can be; none if twice as many are enough, which are tried anyway."""
+    settings, ranks = prices.settings, ranks_beside(prices.settings.mesh) * prices.layout.dp * prices.layout.ep
+    many, most = prices.layout.microbatches, settings.data.global_batch // ranks
+    priced, doubled = None, 0
+    while most % (2 * many) == 0 and (priced is None or priced.bytes > prices.free_bytes):
+        many, doubled = 2 * many, doubled + 1
+        priced = prices.price({"pipeline.microbatches": many})
+        if priced and (1 - MEMORY_WITHIN) * (prices.now.peak_bytes + priced.bytes) <= prices.topology.chip.usable_bytes:
+            priced = prices.traced(priced.values)
+    if priced and doubled > 1:
+        yield priced
 
 
 def faster_sets(prices: Prices) -> list[str]:
@@ -349,6 +365,9 @@ def single_changes(settings: Settings, topology: Topology) -> Iterator[dict[str,
             or not hides_exchanges(chip.name, topology.slice_chips)
         ):
             yield {"fsdp.reduce": "float32"}
+    if layout.tp > 1 and topology.is_tpu and settings.layout.tensor_parallel == "column_row":
+        by_token = {"layout.residual": RESIDUAL_VALUES[1]} if settings.layout.residual == RESIDUAL_VALUES[0] else {}
+        yield {"layout.tensor_parallel": STREAMS} | by_token
     if settings.fsdp.bucket == "parameter" and layout.data_ranks > 1:
         yield {"fsdp.bucket": "module"}
     now = _exchange(settings, topology)
@@ -491,15 +510,18 @@ def estimate_parts(step: Estimate, topology: Topology, model: ModelConfig) -> It
     over = [axis for axis in DATA_AXES if axis == "dp" or axis in used] * (step.hidden_secs > step.beside_secs)
     axes = " and ".join(["pp"] * (step.beside_secs > 0) + over)
     hide = "hide" if not topology.chip.reached.beside else "are saved, as they hide"  # there the work gets longer
-    hidden = f"; {step.hidden_secs:.3f} s of messages over {axes} {hide} behind the work" * (step.hidden_secs > 0)
+    unit, name_of_unit = time_unit(step.secs)
+    saved = f"{step.hidden_secs / unit:.3f} {name_of_unit}"
+    hidden = f"; {saved} of messages over {axes} {hide} behind the work" * (step.hidden_secs > 0)
     yield f"largest: {name}, {in_bytes(size)}{hidden}"
     yield from host_lines(step, topology)
 
 
 def step_range(secs: float, topology: Topology, model: ModelConfig) -> str:
     """From how long to how long a step takes that is planned to take so long, in words."""
-    least, most = (secs * times for times in PUBLISHED_OVER_PLANNED[topology.chip.platform, model.has_mixtures])
-    return f"range: {least:.3f} to {most:.3f} s, as published steps took beside their plans"
+    unit, name = time_unit(secs)
+    least, most = (secs / unit * times for times in PUBLISHED_OVER_PLANNED[topology.chip.platform, model.has_mixtures])
+    return f"range: {least:.3f} to {most:.3f} {name}, as published steps took beside their plans"
 
 
 def host_lines(step: Estimate, topology: Topology) -> Iterator[str]:
@@ -561,20 +583,37 @@ def compiled_lines(made: CompiledStep, topology: Topology) -> Iterator[str]:
         yield "not counted: launches, latency, caches, tiles that do not fill the GPU: most steps take longer"
 
 
+TABLE_WIDTH = 100  # columns of a table
+FIGURES_WIDTH = 24  # of a change's effect
+REMAT_WIDTH = 12  # of the value of remat in a sweep's table
+
+
 def changes_table(changes: Sequence[Change]) -> Iterator[str]:
     """The effect of each single change, by the analytic plan, and of the best together, with a line for each flag."""
     head, names, rows = "what would change it, each alone", {2: "the two best together"}, []
+    unit, name_of_unit = memory_unit(max((abs(change.bytes) for change in changes), default=0))
     for change in changes:
-        figures = [f"{change.bytes / 2**30:+.1f} GiB", f"{100 * change.secs:+.1f} %"]
-        if change.together == 1:
-            rows.append([shlex.join(flags_of(change.values)), *figures])
+        figures = [f"{change.bytes / unit:+.1f} {name_of_unit}", f"{100 * change.secs:+.1f} %"]
+        flags = shlex.join(flags_of(change.values))
+        if change.together == 1 and len(flags) <= TABLE_WIDTH - FIGURES_WIDTH:
+            rows.append([flags, *figures])
+        elif change.together == 1:
+            first, *others = map(shlex.quote, flags_of(change.values))
+            rows += [[first, *figures], *([f"  {flag}", "", ""] for flag in others)]
         else:
             rows.append([names.get(change.together, "all that help, together"), *figures])
             rows += [[f"  {shlex.quote(flag)}", "", ""] for flag in flags_of(change.values)]
     yield from text_table([head, "memory", "step"], rows, left=1)
 
 
-TABLE_WIDTH, REMAT_WIDTH = 100, 12  # columns of a sweep's table, and of the value of remat in it
+def nothing_fits_lines(changes: Sequence[Change], now: Estimate, topology: Topology) -> Iterator[str]:
+    """What to do about a step that no change alone makes fit; nothing about others."""
+    free_bytes = topology.chip.usable_bytes - now.peak_bytes
+    if free_bytes < 0 and not any(change.bytes <= free_bytes for change in changes):
+        yield (
+            f"none of these alone saves the {in_bytes(-free_bytes)} that are too much: take several, or let --sweep "
+            "look for layouts that fit"
+        )
 
 
 def sweep_table(
@@ -584,21 +623,23 @@ def sweep_table(
     rows = list(rows)
     cut, experts = (any(getattr(choice, axis) > 1 for choice, _ in rows) for axis in ("cp", "ep"))
     mesh = ["pp", "dp", *["cp", "keys"] * cut, *["ep"] * experts, "tp"]
-    head = ["", *mesh, "M", "schedule", "remat", "policy", "GiB", "s/step", "MFU", "bubble"]
+    (size_unit, size_name), (secs_unit, secs_name) = _units(rows)
+    head = ["", *mesh, "M", "schedule", "remat", "policy", size_name, f"{secs_name}/step", "MFU", "bubble"]
     lines = []
     for choice, step in rows:
         marks = ("*" if choice in front else " ") + (">" if choice == configured else "")
-        schedule = "-" if choice.pp == 1 else choice.schedule + f" v={choice.virtual}" * (choice.virtual > 1)
         context = [str(choice.cp), choice.keys if choice.cp > 1 else "-"] * cut
         further = *context, *[str(choice.ep)] * experts
         sizes = str(choice.pp), str(choice.dp), *further, str(choice.tp), str(choice.microbatches)
-        figures = f"{step.peak_bytes / 2**30:.2f}", f"{step.secs:.3f}", percent(step.mfu), percent(step.bubble)
-        words = textwrap.wrap(choice.remat, REMAT_WIDTH), [_policy(choice), *choice.words_of_sums]
+        figures = f"{step.peak_bytes / size_unit:.2f}", f"{step.secs / secs_unit:.3f}"
+        figures += percent(step.mfu), percent(step.bubble)
+        words = textwrap.wrap(choice.remat, REMAT_WIDTH), [choice.policy_words or "-", *choice.words_of_sums]
         (remat, policy), *others = itertools.zip_longest(*words, fillvalue="")
-        lines.append([marks, *sizes, schedule, remat, policy, *figures])
+        lines.append([marks, *sizes, choice.schedule_words or "-", remat, policy, *figures])
         lines += [[*[""] * (2 + len(sizes)), *cells, *[""] * 4] for cells in others]
         if choice in compiled:
-            lines.append([*[""] * (1 + len(sizes)), "  compiled", "", "", *_figures(compiled[choice])])
+            of_compiled = _figures(compiled[choice], size_unit, secs_unit)
+            lines.append([*[""] * (1 + len(sizes)), "  compiled", "", "", *of_compiled])
     yield from text_table(head, lines, left=1, width=TABLE_WIDTH)
 
 
@@ -606,37 +647,48 @@ def sets_table(sets: Sequence[PricedLayout], configured: Choice) -> Iterator[str
     """The Pareto front of memory and time over `pipeline.remat` alone; > marks the config's own, even off the front."""
     marked = front(sets)
     now = next((row.estimate for row in sets if row.choice == configured), None)
-    rows = []
+    rows, ((size_unit, size_name), (secs_unit, secs_name)) = [], _units(sets)
     for choice, step in sets:
         if choice in marked or choice == configured:
             changed = f"{100 * (step.secs / now.secs - 1):+.1f} %" if now else ""
-            figures = f"{step.peak_bytes / 2**30:.2f}", f"{step.secs:.3f}", changed
+            figures = f"{step.peak_bytes / size_unit:.2f}", f"{step.secs / secs_unit:.3f}", changed
             rows.append(["*" * (choice in marked) + " >" * (choice == configured), choice.remat, *figures])
-    head = ["", "this layout, remat", "GiB", "s/step", ""]
+    head = ["", "this layout, remat", size_name, f"{secs_name}/step", ""]
     yield from text_table(head, rows, left=2)
 
 
-def _policy(choice: Choice) -> str:
-    if choice.data_ranks == 1:
-        return "-"
-    exceptions = {"": "", SHARDED_TABLES: ", tables zero3"}.get(choice.exceptions, f" {choice.exceptions}")
-    return choice.policy + exceptions + ", ahead" * choice.prefetch
+def _units(rows: Sequence[PricedLayout]) -> tuple[tuple[int, str], tuple[float, str]]:
+    """Units of memory and of time for a table of these layouts."""
+    sizes, times = [row.estimate.peak_bytes for row in rows], [row.estimate.secs for row in rows]
+    return memory_unit(max(sizes, default=0)), time_unit(max(times, default=1.0))
 
 
-def _figures(made: CompiledStep) -> tuple[str, str, str, str]:
-    held, time = f"{made.peak_bytes / 2**30:.2f}" if made.peak_bytes else "no fit", made.time
-    return (held, f"{time.total_secs:.3f}", percent(time.mfu), percent(time.bubble)) if time else (held, "", "", "")
+def _figures(made: CompiledStep, size_unit: int, secs_unit: float) -> tuple[str, str, str, str]:
+    held, time = f"{made.peak_bytes / size_unit:.2f}" if made.peak_bytes else "no fit", made.time
+    if not time:
+        return held, "", "", ""
+    return held, f"{time.total_secs / secs_unit:.3f}", percent(time.mfu), percent(time.bubble)
 
 
-def fastest_line(compiled: dict[Choice, CompiledStep], configured: Choice) -> Iterator[str]:
-    """The fastest of the compiled layouts, and the flags that turn the config into it."""
+def fastest_line(
+    rows: Iterable[PricedLayout], compiled: dict[Choice, CompiledStep], configured: Choice, usable_bytes: int
+) -> Iterator[str]:
+    """The fastest of the compiled layouts, or of those that are planned to fit if none is compiled, and the flags that
+    turn the config into it. Sums of gradients stay as they are, if such a layout fits."""
     timed = {choice: made.time for choice, made in compiled.items() if made.time is not None}
-    if not timed:
+    fitting = [row for row in rows if row.estimate.peak_bytes <= usable_bytes]
+    if timed:
+        best = min(timed, key=lambda choice: timed[choice].total_secs)
+        secs, mfu = timed[best].total_secs, timed[best].mfu
+        source = ", ".join(filter(None, ["fastest as compiled", timed[best].kernels]))
+    elif fitting:
+        best, step = min(fitting, key=lambda row: (row.choice.sums != configured.sums, row.estimate.secs))
+        secs, mfu, source = step.secs, step.mfu, "fastest as planned"
+    else:
         return
-    best = min(timed, key=lambda choice: timed[choice].total_secs)
     flags = shlex.join(flags_of(configured.keys_to(best))) or "the config as it is"
-    source = ", ".join(filter(None, ["fastest as compiled", timed[best].kernels]))
-    yield f"{source}: {timed[best].total_secs:.3f} s a step, MFU {percent(timed[best].mfu)}: {flags}\n"
+    unit, name = time_unit(secs)
+    yield f"{source}: {secs / unit:.3f} {name} a step, MFU {percent(mfu)}: {flags}\n"
 
 
 def passed_over_lines(search: Sweep) -> Iterator[str]:

@@ -76,7 +76,7 @@ from parallax.analysis.traced.trace import Origin, step_program, walk
 from parallax.config.sections import ATTENTION
 from parallax.config.settings import Settings
 from parallax.display.tables import LEAST_SHOWN, Table
-from parallax.display.units import percent
+from parallax.display.units import percent, time_unit
 from parallax.errors import ConfigError
 from parallax.hardware.chips import KERNEL_EFFICIENCY, LANES, Chip, mfu
 from parallax.jaxprs import SCALED_MATMUL
@@ -808,7 +808,11 @@ def overlaps(compiled: Compiled, chip: Chip) -> tuple[Overlap, ...]:
 def time_parts(parts: Mapping[str, float], secs: float) -> Table:
     """The parts of a step's time."""
     shown = {name: part for name, part in parts.items() if part / secs > LEAST_SHOWN}
-    rows = [[name, f"{part:.3f} s", percent(part / secs)] for name, part in (shown | {"step": secs}).items()]
+    unit, name_of_unit = time_unit(secs)
+    rows = [
+        [name, f"{part / unit:.3f} {name_of_unit}", percent(part / secs)]
+        for name, part in (shown | {"step": secs}).items()
+    ]
     return Table(["time of a step", "", "share"], rows, 1, [[("compiler", part / secs)] for part in shown.values()])
 
 

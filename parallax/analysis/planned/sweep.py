@@ -628,9 +628,11 @@ def draw(title: str, rows: Sequence[PricedLayout], topology: Topology, configure
         axes.legend(loc="upper left", bbox_to_anchor=(0, -0.12), ncols=6, frameon=False, columnspacing=1)
         if on_front:
             key = [[str(number), _name(row.choice), *_figures(row)] for number, row in enumerate(on_front, 1)]
-            high, widths = KEY_LINE * len(key) / PICTURE[1], (0.04, 0.54, 0.13, 0.13, 0.16)
+            high, widths = KEY_LINE * len(key) / PICTURE[1], (0.03, 0.64, 0.1, 0.1, 0.13)
             table = axes.table(key, colWidths=widths, edges="open", bbox=(0, -0.24 - high, 1, high), cellLoc="left")
             table.auto_set_font_size(False)
+            for cell in table.get_celld().values():
+                cell.PAD = 0.0  # else a tenth of a column is empty on either side
 
     return svg(points, *PICTURE)
 
@@ -653,9 +655,9 @@ def _kind(choice: Choice) -> str:
 def _name(choice: Choice) -> str:
     """A layout in short.
 
-    >>> _name(Choice(4, 8, 2, 16, "one_f_one_b", 1, "layer", "zero1", "", 0))
-    '4·8·2 M=16 one_f_one_b remat layer zero1'
+    >>> _name(Choice(4, 8, 2, 16, "interleaved", 2, "layer", "zero1", "", 0))
+    '4·8·2 M=16 interleaved v=2 remat layer zero1'
     """
-    schedule = f" {choice.schedule}" if choice.pp > 1 else ""
-    kept = f"remat {choice.remat} {choice.policy}" + " ahead" * choice.prefetch
-    return " ".join([f"{choice.mesh} M={choice.microbatches}{schedule} {kept}", *choice.words_of_sums])
+    sizes = f"{choice.mesh} M={choice.microbatches}"
+    words = sizes, choice.schedule_words, f"remat {choice.remat}", choice.policy_words, *choice.words_of_sums
+    return " ".join(filter(None, words))

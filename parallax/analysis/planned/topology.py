@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 
 from parallax.errors import ConfigError, how_to_install
 from parallax.hardware import nccl
-from parallax.hardware.chips import LINKS_BETWEEN_CORES, Chip, chip
+from parallax.hardware.chips import LARGEST_SLICES, LINKS_BETWEEN_CORES, Chip, chip
 from parallax.sharding.compiler import compiles_ragged
 from parallax.sharding.mesh import axis_between_slices, core_by_core, hosts_along, hosts_in, torus_pieces
 from parallax.step.resolve import Devices
@@ -132,6 +132,14 @@ def read_topology(text: str) -> Topology:
         raise ConfigError(
             f"--topology={text} has {len(shape)} sizes, but slices of {known.name} have {known.torus_dims}; "
             f"write {parts[1] or ''}{parts[3]}:{example}, for {slices * 4**known.torus_dims} chips."
+        )
+    largest = LARGEST_SLICES.get(known.name, shape)
+    if math.prod(shape) > math.prod(largest):
+        several = slices * -(-math.prod(shape) // math.prod(largest))
+        raise ConfigError(
+            f"--topology={text} has slices of {math.prod(shape):,} chips, but the largest of {known.name} has "
+            f"{math.prod(largest):,}; write {several}x{parts[3]}:{'x'.join(map(str, largest))}, for "
+            f"{several * math.prod(largest):,} chips."
         )
     if known.switched and (len(shape) > 2 or shape[-1] > known.switched):
         hosts = -(-slices * math.prod(shape) // known.switched)
