@@ -1,7 +1,8 @@
 """Initial values by NumPy: a traced draw, run equation by equation, with the bits of the compiled program.
 
-XLA takes half a second of CPU time and more to compile a model's draw, however small it is; NumPy takes some 50 ns for
-each value. What NumPy would round otherwise, or does not have, raises Undrawable: then the draw has to be compiled.
+XLA takes half a second of CPU time and more to compile a model's draw, however small it is, and 100 ns for each value;
+NumPy takes some 50. It runs what this package's layers draw. Other operations, and those that it would round otherwise,
+raise Undrawable: then the draw has to be compiled. So must that of a layer of a user's own if it uses these.
 """
 
 import functools
@@ -56,17 +57,22 @@ def _run(program: ClosedJaxpr, inputs: Sequence[Any]) -> list[Any]:
 
     for equation in needed(jaxpr):
         values = [value(variable) for variable in equation.invars]
+        exact = OF_KEYS if any(map(_is_key, equation.invars)) else OF_NUMBERS
         if inner := called(equation):
             outputs = _run(inner, values)
-        elif (name := equation.primitive.name) in ARITHMETIC:
+        elif (name := equation.primitive.name) in ARITHMETIC and equation.outvars[0].aval.dtype.itemsize == 4:
             outputs = [ARITHMETIC[name](*values)]
-        elif name in EXACT:
-            result = EXACT[name](equation, *map(_product, values))
+        elif name in exact:
+            result = exact[name](equation, *map(_product, values))
             outputs = result if equation.primitive.multiple_results else [result]
         else:
-            raise Undrawable(name)
+            raise Undrawable(f"{name} of {[str(variable.aval) for variable in equation.invars]}")
         value_of |= dict(zip(equation.outvars, outputs, strict=True))
     return [value(variable) for variable in jaxpr.outvars]
+
+
+def _is_key(variable: Any) -> bool:
+    return jax.dtypes.issubdtype(variable.aval.dtype, jax.dtypes.prng_key)
 
 
 def _product(value: Any) -> np.ndarray:
@@ -160,24 +166,25 @@ def _broadcast(equation: JaxprEqn, x: np.ndarray) -> np.ndarray:
     return np.broadcast_to(x.reshape(sizes), shape)
 
 
-def _slice(equation: JaxprEqn, x: np.ndarray) -> np.ndarray:
+def _slice(equation: JaxprEqn, key: np.ndarray) -> np.ndarray:
     starts, limits = equation.params["start_indices"], equation.params["limit_indices"]
-    return x[tuple(map(slice, starts, limits, equation.params["strides"] or [None] * len(starts)))]
+    return key[tuple(map(slice, starts, limits, equation.params["strides"] or [None] * len(starts)))]
 
 
-def _squeeze(equation: JaxprEqn, x: np.ndarray) -> np.ndarray:
-    return np.squeeze(x, equation.params["dimensions"])
+def _squeeze(equation: JaxprEqn, key: np.ndarray) -> np.ndarray:
+    return np.squeeze(key, equation.params["dimensions"])
 
 
-def _unstack(equation: JaxprEqn, x: np.ndarray) -> list[np.ndarray]:
-    return list(np.moveaxis(x, equation.params["axis"], 0))
+def _unstack(equation: JaxprEqn, key: np.ndarray) -> list[np.ndarray]:
+    return list(np.moveaxis(key, equation.params["axis"], 0))
 
 
-def _rows(equation: JaxprEqn, x: np.ndarray, indices: np.ndarray) -> np.ndarray:
-    """A gather that selects entries of a vector."""
-    if len(equation.invars[0].aval.shape) != 1 or equation.params["dimension_numbers"].offset_dims:
-        raise Undrawable("a gather that selects more than entries of a vector")
-    return x[indices[..., 0]]
+def _selected(equation: JaxprEqn, key: np.ndarray, indices: np.ndarray) -> np.ndarray:
+    """A gather that selects keys of a vector."""
+    numbers = indices[..., 0]
+    if key.ndim != 2 or equation.params["dimension_numbers"].offset_dims or not np.all(numbers < len(key)):
+        raise Undrawable("a gather that selects other than keys of a vector")
+    return key[numbers]
 
 
 def _iota(equation: JaxprEqn) -> np.ndarray:
@@ -192,29 +199,46 @@ def _round(equation: JaxprEqn, x: np.ndarray) -> np.ndarray:
     return np.round(x)
 
 
+def _as_floats(equation: JaxprEqn, x: np.ndarray) -> np.ndarray:
+    if (x.dtype, equation.params["new_dtype"]) != (np.uint32, np.float32):
+        raise Undrawable(f"the bits of {x.dtype} as {equation.params['new_dtype']}")
+    return x.view(np.float32)
+
+
+def _converted(equation: JaxprEqn, x: np.ndarray) -> np.ndarray:
+    with np.errstate(invalid="ignore"):
+        converted = x.astype(equation.params["new_dtype"])
+    is_whole = jax.dtypes.issubdtype(converted.dtype, np.integer)
+    if is_whole and not np.array_equal(converted.astype(x.dtype), np.trunc(x)):
+        raise Undrawable(f"numbers that are too large for {converted.dtype}")
+    return converted
+
+
 ARITHMETIC: dict[str, Callable] = {
     "mul": _mul,
     "add": functools.partial(_sum, np.add),
     "sub": functools.partial(_sum, np.subtract),
 }
-EXACT: dict[str, Callable] = {
+OF_KEYS: dict[str, Callable] = {
     "random_split": _split,
     "random_fold_in": _fold_in,
     "random_bits": _bits,
-    "erf_inv": _erf_inv,
-    "broadcast_in_dim": _broadcast,
     "slice": _slice,
     "squeeze": _squeeze,
     "unstack": _unstack,
-    "gather": _rows,
+    "gather": _selected,
+}
+OF_NUMBERS: dict[str, Callable] = {
+    "erf_inv": _erf_inv,
+    "broadcast_in_dim": _broadcast,
     "iota": _iota,
     "round": _round,
+    "bitcast_convert_type": _as_floats,
+    "convert_element_type": _converted,
     "max": lambda _, x, y: np.maximum(x, y),
     "min": lambda _, x, y: np.minimum(x, y),
     "or": lambda _, x, y: x | y,
     "lt": lambda _, x, y: x < y,
     "shift_right_logical": lambda _, x, y: x >> y,
-    "select_n": lambda _, which, *cases: np.where(which, *reversed(cases)),
-    "bitcast_convert_type": lambda equation, x: x.view(equation.params["new_dtype"]),
-    "convert_element_type": lambda equation, x: x.astype(equation.params["new_dtype"]),
+    "select_n": lambda _, which, *cases: np.choose(which, cases, mode="clip"),
 }

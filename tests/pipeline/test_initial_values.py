@@ -44,8 +44,15 @@ DRAWS = {"int8 base": ADAPTED | {"lora_base": "int8"}, "float8 base": ADAPTED | 
 @pytest.mark.fast(2)
 @pytest.mark.parametrize("name", DRAWS)
 def test_values_are_bitwise_those_of_the_compiled_draw(name):
-    model = build((1, 1, 1), **DRAWS[name])
+    assert_drawn_as_compiled(build((1, 1, 1), **DRAWS[name]))
 
+
+def test_values_of_another_generator_are_those_of_the_compiled_draw():
+    with jax.default_prng_impl("rbg"):
+        assert_drawn_as_compiled(build((1, 1, 1)))
+
+
+def assert_drawn_as_compiled(model):
     def declare(key):
         return jax.tree.map(lambda x, like: x.astype(like.dtype), nn.meta.unbox(model.parts.declare(key)), model.shapes)
 
@@ -73,7 +80,9 @@ def run_by_numpy(draw, key):
 def test_numbers_and_normals_are_those_of_jax():
     def draw(key):
         keys = jax.random.split(jax.random.fold_in(key, 2**32 - 1), (2, 3))
-        return jax.random.bits(keys[1, 2], (BLOCK + 1,)), 0.1 * normals(keys[0, 1])
+        bits = jax.random.bits(keys[1, 2], (BLOCK + 1,))
+        thirds = jax.lax.shift_right_logical(jnp.arange(bits.size, dtype=jnp.uint32), jnp.uint32(13)).astype(jnp.int32)
+        return bits, 0.1 * normals(keys[0, 1]), jax.lax.select_n(thirds, bits, bits >> 1, bits >> 2)
 
     key = jax.random.key(2**31)
     for values, expected in zip(run_by_numpy(draw, key), jax.jit(draw)(key), strict=True):
@@ -89,6 +98,12 @@ def test_numbers_and_normals_are_those_of_jax():
         lambda key: jax.random.bits(key, (8,), jnp.uint8),
         lambda key: jax.random.normal(key, (8,), jnp.bfloat16),
         lambda key: jax.random.orthogonal(key, 4),
+        lambda key: normals(key).astype(jnp.bfloat16) * 0.3,
+        lambda key: (1000 * normals(key)).astype(jnp.int8),  # XLA takes the largest int8, NumPy the last eight bits
+        lambda key: jax.lax.bitcast_convert_type(normals(key), jnp.uint8),
+        lambda key: normals(key) * normals(key)[0, 0],
+        lambda key: jnp.take(normals(key)[0], jnp.array([0, BLOCK])),
+        lambda key: normals(jnp.broadcast_to(jax.random.split(key), (3, 2))[1, 1]),
     ],
 )
 def test_what_numpy_would_round_otherwise_is_left_to_xla(draw):
