@@ -176,3 +176,8 @@ def test_memory_is_the_most_that_a_device_has_held_or_the_process_where_devices_
 
 def test_the_peak_of_a_cpu_is_measured_in_under_two_seconds():
     assert measure_matmul("float32") > 1e8
+
+
+def test_a_machine_that_stands_still_while_it_should_be_measured_is_measured(monkeypatch):
+    monkeypatch.setattr("parallax.analysis.planned.devices.MEASURED_SECS", 0.0)
+    assert measure_matmul("float32") > 1e8

@@ -74,10 +74,10 @@ def _best_secs(mesh: Mesh, local: Callable[[Array], Array], x: Array) -> float:
 
 
 def _least_secs(run: Callable[[Array], Array], x: Array, calls: float = math.inf) -> float:
-    """The shortest time of a call, among at most `calls` and no more than fit into half a second."""
+    """The shortest time of a call, among at most `calls` and no more than fit into half a second, but for the first."""
     run(x).block_until_ready()
     end, secs = time.perf_counter() + MEASURED_SECS, []
-    while (begun := time.perf_counter()) < end and len(secs) < calls:
+    while (begun := time.perf_counter()) < end and len(secs) < calls or not secs:
         run(x).block_until_ready()
         secs.append(time.perf_counter() - begun)
     return min(secs)

@@ -611,7 +611,7 @@ def nothing_fits_lines(changes: Sequence[Change], now: Estimate, topology: Topol
     free_bytes = topology.chip.usable_bytes - now.peak_bytes
     if free_bytes < 0 and not any(change.bytes <= free_bytes for change in changes):
         yield (
-            f"none of these alone saves the {in_bytes(-free_bytes)} that are too much: take several, or let --sweep "
+            f"no change alone saves the {in_bytes(-free_bytes)} that are too much: take several, or let --sweep "
             "look for layouts that fit"
         )
 
