@@ -266,11 +266,19 @@ def gpu_passes(program: ClosedJaxpr) -> GpuPasses:
     return GpuPasses(program)
 
 
-def costs_in_equation(equation: JaxprEqn, origin: Origin, *, model: ShardedModel, passes: Passes) -> Counter:
+def costs_in_equation(
+    equation: JaxprEqn,
+    origin: Origin,
+    *,
+    model: ShardedModel,
+    passes: Passes,
+    sizes: Mapping[str, int] | None = None,
+) -> Counter:
     """What an equation costs a device of the first pipeline rank, as a Sent, an OpCost, or bytes over the host's
-    link; nothing if it is fused with others. `passes` are those of its program."""
-    first = dict.fromkeys(model.axis_sizes, 0)
-    sent = sent_in_equation(equation, origin, rank=first, sizes=model.axis_sizes)
+    link; nothing if it is fused with others. `passes` are those of its program. Messages go over axes of other `sizes`
+    than the model's, if given."""
+    sizes = sizes or model.axis_sizes
+    sent = sent_in_equation(equation, origin, rank=dict.fromkeys(sizes, 0), sizes=sizes)
     work = _pass(equation, origin, passes) or _product(equation, origin, model=model)
     return sent or work or moved_by_passes(equation, origin)
 
@@ -397,7 +405,7 @@ def _stays(call: Sent, per_use: SentPerUse) -> bool:
 
 def whole_bytes(call: Sent, settings: Settings) -> float:
     """Bytes of the whole array of which each rank sends the others' pieces, or gets them."""
-    ranks = math.prod(settings.mesh.sizes[axis] for axis in call.axes)
+    ranks = math.prod(size for axis, size in settings.mesh.sizes.items() if axis in call.axes)
     return call.bytes * ranks / (ranks - 1) if ranks > 1 else call.bytes
 
 
