@@ -205,6 +205,15 @@ def hides_exchanges(chip_name: str, chips: int) -> bool:
     return taken and not _has_limited_routing(chip_name, chips)
 
 
+def hides_ragged(chip_name: str) -> bool:
+    """Whether rows that are sent to experts travel beside compute on this TPU: with the option for ragged all-to-alls.
+
+    >>> [hides_ragged(f"TPU {name}") for name in ("v5e", "v5p", "v6e", "v7x")]
+    [True, True, False, False]
+    """
+    return ASYNC_RAGGED.items() <= (OPTIONS.get(chip_name, {}) | OF_MIXTURES.get(chip_name, {})).items()
+
+
 def compiles_ragged(chip_name: str, chips: int) -> bool:
     """Whether XLA compiles ragged all-to-alls for a slice of so many chips, among whichever of them.
 

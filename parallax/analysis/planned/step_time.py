@@ -13,12 +13,13 @@ some are passes of their own, on GPUs (parallax/analysis/planned/gpu_passes.py) 
 traced collectives over the links of their axes, with a latency for each; where several arrays are one message, they are
 copied together and apart. Gathers of single layers over data axes overlap with the work, as do the permutes of
 layout.context="ring" and of layout.tensor_parallel="streams" and, with fsdp.reduce="compute", on GPUs and on chips
-whose SparseCores run them, sums of the layers' gradients; `hidden_secs` says how much of
-them is hidden. On large slices of v5e compute waits for exchanges of gradients: `hides_exchanges`. On TPUs without
-SparseCores a reduce-scatter is synchronous wherever it begins. On TPUs the messages of a pipeline travel beside passes,
-if its schedule has both in a tick and no W: `ticks_beside`. All other messages are exposed, and on GPUs those that find
-the memory full that XLA's scheduler has: `share_that_hides`. The *update* reads and writes parameters and optimizer
-state, and reads gradients, at memory bandwidth.
+whose SparseCores run them, sums of the layers' gradients; `hidden_secs` says how much of them is hidden. So do rows
+sent to experts on v5e and v5p; on other chips compute waits for them: `hides_ragged`. On large slices of v5e compute
+waits for exchanges of gradients: `hides_exchanges`. On TPUs without SparseCores a reduce-scatter is synchronous
+wherever it begins. On TPUs the messages of a pipeline travel beside passes, if its schedule has both in a tick and no
+W: `ticks_beside`. All other messages are exposed, and on GPUs those that find the memory full that XLA's scheduler has:
+`share_that_hides`. The *update* reads and writes parameters and optimizer state, and reads gradients, at memory
+bandwidth.
 
 Arrays in host memory are copied over the chip's link to its host, in both directions at once: residuals during the
 passes that write and read them, states during the update. If a copy takes longer than the work, the step waits for the
@@ -85,9 +86,15 @@ from parallax.model.experts.grouped_triton import TILE_ROWS
 from parallax.pipeline import BACKWARD, FORWARD, WEIGHTS, ShardedModel
 from parallax.schedules import Schedule
 from parallax.schedules.pricing import lockstep_bubble
-from parallax.sharding.activations import CONTEXT_AXIS
+from parallax.sharding.activations import CONTEXT_AXIS, EXPERT_AXIS
 from parallax.sharding.bucket import BY_LAYER
-from parallax.sharding.compiler import hides_exchanges, hides_reduce_scatters, is_absent_gpus, share_beside
+from parallax.sharding.compiler import (
+    hides_exchanges,
+    hides_ragged,
+    hides_reduce_scatters,
+    is_absent_gpus,
+    share_beside,
+)
 from parallax.sharding.host import DEVICE, HOST, is_type_on_host
 from parallax.sharding.mesh import is_for_gpus, make_mesh
 from parallax.sharding.plan import DATA_AXES
@@ -466,6 +473,7 @@ def messages(
     hides_sums = topology.chip.platform == "gpu" or hides_reduce_scatters(topology.chip.name)
     # What stands for another program's sums is sent as those are.
     waits_for_exchanges = not sums and not hides_exchanges(topology.chip.name, topology.slice_chips)
+    hides_rows = hides_ragged(topology.chip.name)
     hiding = ["all-gather", "all-to-all", *["reduce-scatter"] * (hides_sums and not waits_for_sums)]
     for call in sent:
         if not call.bytes:
@@ -479,6 +487,8 @@ def messages(
         beside = per_use.has(call) or (ticking and of_table and topology.chip.platform == "gpu")
         # In the ring, keys are sent while the previous ones are used; token streams are multiplied as they arrive.
         passed_on = call.kind == "permute" and call.axes in ((CONTEXT_AXIS,), (STREAM_AXIS,))
+        # The rows of one round are sent while those of another are multiplied.
+        passed_on |= hides_rows and call.kind == "all-to-all" and call.axes == (EXPERT_AXIS,)
         # All of a layer waits for a message with all of its weights.
         waits = call.module == BY_LAYER and call.kind == "all-gather" and not settings.fsdp.prefetch
         hides = ((_is_of_parameters(call) and can_hide and beside and not waits) or passed_on) and not topology.shared
