@@ -69,7 +69,7 @@ from parallax.schedules import SCHEDULES, Schedule, by_name
 from parallax.schedules.pricing import lockstep_bubble
 from parallax.sharding.host import DEVICE
 from parallax.sharding.layers_on_ranks import Arrangement, arrangements
-from parallax.sharding.plan import FLOAT32_BYTES
+from parallax.sharding.plan import DATA_AXES, FLOAT32_BYTES
 
 # The part that follows from a key, if it is one.
 PART_OF = dict.fromkeys(["fsdp.bucket", "fsdp.gather_dtype"], "moves")
@@ -376,10 +376,10 @@ class ClosedForm:
 
     def _data_sizes(self, choice: Choice) -> Sizes:
         """The number of data ranks over which layers take maxima of their microbatch, though they are traced for one;
-        empty where they take none."""
+        empty where they take none. Layers are traced with the layout's own sizes of the other data axes."""
         if all(block.matmul_scales != "current" for block in self.settings.model.blocks.values()):
             return ()
-        return (("dp", choice.dp),)
+        return ((DATA_AXES[0], choice.dp),)
 
     def _traced_as(self, choice: Choice) -> tuple:
         exchange = (choice.exchange, choice.exchange_hosts) if choice.ep > 1 else (AUTO, 1)
