@@ -10,8 +10,8 @@ Numbers:  DeepSeek-AI 2024, "DeepSeek-V3 Technical Report", section 4.2, and the
 Command:  python train.py --config=configs/deepseek_v3.py --config.data.path=FILES --config.data.tokenizer=FILE
 Hardware: 512 TPU v5p chips (95 GB each).
 Memory:   46.3 GiB a chip at the peak as compiled and 61.2 reserved, 42.0 as traced.
-Time:     as compiled for 512 v5p 52.6 s a step, MFU 34.0 % with kernels at 70 % of their peak; in closed form 64.7 s
-          (27.6 %). On v7x this model is planned 0.94 to 1.03 of its published time (docs/measured/published.md). Not
+Time:     as compiled for 512 v5p 52.6 s a step, MFU 34.0 % with kernels at 70 % of their peak; planned 61.2 s
+          (29.2 %). On v7x this model is planned 0.94 to 1.03 of its published time (docs/measured/published.md). Not
           yet run.
 Loss:     not yet run.
 """

@@ -8,7 +8,7 @@ Numbers:  the published configuration (Qwen Team 2025, "Qwen3 Technical Report",
 Command:  python train.py --config=configs/qwen3_235b.py --config.data.path=FILES --config.data.tokenizer=FILE
 Hardware: 256 TPU v5p chips (95 GB each).
 Memory:   36.5 GiB a chip, in closed form; as compiled 48.6 are reserved, with gaps between arrays.
-Time:     as compiled 25.4 s a step, MFU 41.7 % with kernels at 70 % of their peak; in closed form 34.0 s (31.1 %). On
+Time:     as compiled 25.4 s a step, MFU 41.7 % with kernels at 70 % of their peak; planned 29.6 s (35.8 %). On
           v7x this model is planned 0.81 to 0.91 of its published time (docs/measured/published.md). Not yet run.
 Loss:     not yet run.
 """

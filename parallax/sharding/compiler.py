@@ -101,9 +101,8 @@ FEWER_PASSES = ("TPU v5e", "TPU v5p", "TPU v6e", "TPU v7x")
 # any options, ragged ones.
 MOST_FOR_EXCHANGES = {"TPU v5e": 16}
 
-# XLA plans for this share of a GPU's memory, and its scheduler for another of what arguments leave of it. Of a program
-# that needs more it begins most messages where they are awaited: DeepSeek-V2-Lite on eight H100 hides 4 % of the
-# gathered bytes in 62.1 GiB, and with 9 of its 27 layers, in 25.7 GiB, 79 %.
+# XLA plans for this share of a GPU's memory, and its scheduler for another of what arguments leave of it. Where a
+# program holds more it begins messages where they are awaited: docs/measured/gpus.md, Memory for messages.
 PLANNED_SHARE, SCHEDULED_SHARE = 0.8, 0.95
 
 Options = dict[str, bool | int | float]
@@ -183,14 +182,18 @@ def hides_reduce_scatters(chip_name: str) -> bool:
     return any(on and "offload_reduce_scatter" in name for name, on in OPTIONS.get(chip_name, {}).items())
 
 
-def overlaps_in(platform: str, arguments: int, temporaries: int, usable: int) -> bool:
-    """Whether messages of a program with so many bytes of each, of a device's usable ones, go on beside compute: on
-    GPUs not if it needs more than XLA's scheduler has.
+def share_beside(arguments: float, least: float, most: float, usable: int) -> float:
+    """Share of the messages that go on beside compute on GPUs, in a program with so many bytes of arguments on one with
+    so many usable ones, which besides holds `least` all the time and, with messages on their way, `most`: XLA's
+    scheduler begins none while its memory is full.
 
-    >>> [overlaps_in("gpu", 22, temporaries, 80) for temporaries in (39, 41)]
-    [True, False]
+    >>> [share_beside(22, least, 43, 80) for least in (37.5, 40)]
+    [0.436..., 0.0]
     """
-    return platform != "gpu" or temporaries <= SCHEDULED_SHARE * (PLANNED_SHARE * usable - arguments)
+    limit = SCHEDULED_SHARE * (PLANNED_SHARE * usable - arguments)
+    if most <= limit:
+        return 1.0
+    return max(0.0, (limit - least) / (most - least))
 
 
 def hides_exchanges(chip_name: str, chips: int) -> bool:
@@ -200,6 +203,15 @@ def hides_exchanges(chip_name: str, chips: int) -> bool:
         return True
     taken = EXCHANGE.items() <= OPTIONS.get(chip_name, {}).items()
     return taken and not _has_limited_routing(chip_name, chips)
+
+
+def hides_ragged(chip_name: str) -> bool:
+    """Whether rows that are sent to experts travel beside compute on this TPU: with the option for ragged all-to-alls.
+
+    >>> [hides_ragged(f"TPU {name}") for name in ("v5e", "v5p", "v6e", "v7x")]
+    [True, True, False, False]
+    """
+    return ASYNC_RAGGED.items() <= (OPTIONS.get(chip_name, {}) | OF_MIXTURES.get(chip_name, {})).items()
 
 
 def compiles_ragged(chip_name: str, chips: int) -> bool:

@@ -98,6 +98,20 @@ def test_weights_of_products_in_8_bits_are_rounded_once_and_read_again(matmul, s
     assert found.work_secs == pytest.approx(step.work_secs, rel=TIME_WITHIN)
 
 
+@pytest.mark.parametrize("mesh", [{"dp": 4}, {"dp": 2, "replica": 2}])
+def test_maxima_over_data_ranks_of_what_layers_round_are_sent_in_closed_form_too(mesh):
+    topology, values = read_topology("H100:1x4"), {"model.matmul": "float8", "model.matmul_scales": "current"}
+    settings = with_keys(settings_of(mesh=mesh, batch=16, layers=4, dtype="bfloat16"), values)
+    choice = Choice(1, mesh["dp"], 1, 2, "gpipe", 1, "elementwise", "zero1", "", 0)
+    found, step = ClosedForm(settings, topology).estimate(choice), predict(choice.applied(settings), topology)
+    assert sum(found.exposed_secs.values()) == pytest.approx(sum(step.exposed_secs.values()), rel=1e-6)
+    assert found.secs == pytest.approx(step.secs, rel=TIME_WITHIN)
+    one_rank = choice._replace(dp=1)
+    alone = with_keys(settings, {"mesh.dp": 1, "mesh.replica": 1, "data.global_batch": 4})
+    closed = ClosedForm(alone, read_topology("H100:1"))
+    assert "dp" not in closed.estimate(one_rank).exposed_secs
+
+
 CASES = [
     ("v5e:2x4", {}),
     ("v5e:2x4", dict(layers=6)),

@@ -26,6 +26,7 @@ from parallax.analysis.planned.step_time import (
     StepTime,
     compile_and_read,
     compiled_parts,
+    messages,
     predict,
     step_time,
     traced_work,
@@ -204,6 +205,18 @@ def test_a_plan_says_how_tokens_come_to_experts():
     assert "experts" not in plan_heading("wide", tiny_settings(mesh_dp=4), FOUR)
     flags = {flags for flags, _ in changes_of(settings(), FOUR)}
     assert "--config.layout.exchange=gather" in flags and "--config.layout.exchange=ragged" not in flags
+
+
+@pytest.mark.parametrize(
+    ("where", "hides"),
+    [("v5e:2x2", True), ("v5p:2x2x1", True), ("v6e:2x2", False), ("v7x:2x1x1", False), ("H100:1x4", False)],
+)
+def test_rows_sent_to_experts_hide_where_the_compiler_sends_them_beside_compute(where, hides):
+    topology = read_topology(where)
+    asked = settings(layout_exchange="ragged", mesh_ep=topology.devices, mesh_dp=1)
+    traced = traced_work(model_on_topology(asked, topology), asked)
+    rows = [call for call in traced.sent if call.bytes and call.axes == ("ep",) and call.kind == "all-to-all"]
+    assert rows and all(m.hides == hides for m in messages(rows, topology, asked, traced.per_use))
 
 
 @pytest.mark.slow

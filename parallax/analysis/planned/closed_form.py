@@ -12,6 +12,7 @@ A step is put together from its parts (parallax/analysis/planned/parts.py), each
 """
 
 import copy
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
@@ -34,6 +35,7 @@ from parallax.analysis.planned.parts import (
     PassPrograms,
     Place,
     Rest,
+    Sizes,
     TracedLayer,
     added,
     bytes_of,
@@ -67,7 +69,7 @@ from parallax.schedules import SCHEDULES, Schedule, by_name
 from parallax.schedules.pricing import lockstep_bubble
 from parallax.sharding.host import DEVICE
 from parallax.sharding.layers_on_ranks import Arrangement, arrangements
-from parallax.sharding.plan import FLOAT32_BYTES
+from parallax.sharding.plan import DATA_AXES, FLOAT32_BYTES
 
 # The part that follows from a key, if it is one.
 PART_OF = dict.fromkeys(["fsdp.bucket", "fsdp.gather_dtype"], "moves")
@@ -263,7 +265,9 @@ class ClosedForm:
 
         def at_rows(rows: int) -> LayerCosts:
             passes, model = self._passes(choice, rows)[kind]
-            return self._kept((*key, rows, "traced"), lambda: layer_costs(passes, model, number))
+            return self._kept(
+                (*key, rows, "traced"), lambda: layer_costs(passes, model, number, self._data_sizes(choice))
+            )
 
         def line() -> LayerCosts:
             known = None
@@ -362,11 +366,26 @@ class ClosedForm:
         return self._kept(("passes", *self._layer_key(choice), rows), passes)
 
     def _layer_key(self, choice: Choice) -> tuple:
-        return *self._traced_as(choice), choice.remat, self._divides(choice)
+        return *self._traced_as(choice), choice.remat, self._divides(choice), self._data_sizes(choice)
+
+    def _traced_beside(self, choice: Choice) -> dict[str, int]:
+        """Sizes with which layers are traced of axes that no layout varies: 1, of which a mesh has no axis, but where
+        layers send over them."""
+        sizes = unchosen_sizes(self.settings.mesh)
+        return sizes if self._data_sizes(choice) else dict.fromkeys(sizes, 1)
+
+    def _data_sizes(self, choice: Choice) -> Sizes:
+        """The number of data ranks over which layers take maxima of their microbatch, though they are traced for one;
+        empty where they take none. Layers are traced with the layout's own sizes of the other data axes."""
+        if all(block.matmul_scales != "current" for block in self.settings.model.blocks.values()):
+            return ()
+        return ((DATA_AXES[0], choice.dp),)
 
     def _traced_as(self, choice: Choice) -> tuple:
         exchange = (choice.exchange, choice.exchange_hosts) if choice.ep > 1 else (AUTO, 1)
-        return choice.tp, choice.cp, choice.ep, exchange, choice.context, choice.order, self._sends_again(choice)
+        beside = tuple(self._traced_beside(choice).values())
+        again = self._sends_again(choice)
+        return choice.tp, choice.cp, choice.ep, exchange, choice.context, choice.order, again, beside
 
     def _sends_again(self, choice: Choice) -> bool:
         """Whether the backward pass sends tokens once more, all that a layer's programs follow from of
@@ -384,10 +403,12 @@ class ClosedForm:
         alone = dict(pp=1, dp=1, microbatches=1, schedule="gpipe", virtual=1, policy="zero3", exceptions="", prefetch=0)
         remat = choice.remat if self._sends_again(choice) else "none"
         settings = choice._replace(remat=remat, **alone).applied(self.settings)
-        beside = {f"mesh.{axis}": 1 for axis in unchosen_sizes(self.settings.mesh)}
-        settings = with_keys(settings, beside | {"data.global_batch": rows * choice.ep})
+        sizes = self._traced_beside(choice)
+        batch = rows * choice.ep * math.prod(sizes.values())
+        beside = {f"mesh.{axis}": size for axis, size in sizes.items()}
+        settings = with_keys(settings, beside | {"data.global_batch": batch})
         model = model_on_topology(settings, self.topology._replace(slices=1))
-        return model, traced_layers(model, rows * choice.ep, settings.data.seq)
+        return model, traced_layers(model, batch, settings.data.seq)
 
     def _layers_by_kind(self, placed: Arrangement) -> Counter:
         config = self.settings.model

@@ -52,6 +52,9 @@ class Place(NamedTuple):
     of_plan: bool = False
 
 
+# Sizes of mesh axes, by name.
+Sizes = tuple[tuple[str, int], ...]
+
 # How often each cost occurs. The programs of other rows of a microbatch have theirs in the same order.
 Counts = dict[tuple[OpCost | Sent, Place], float]
 
@@ -62,15 +65,22 @@ OF_ENDS, GATHERS, NOT_COUNTED = "ends", "gathers", "not counted"
 MARKS = EACH_LAYER, EACH_MICROBATCH, OF_ENDS, GATHERS, NOT_COUNTED
 
 
-def counted(program: ClosedJaxpr, model: ShardedModel, scope: str = "", known: dict[int, Any] | None = None) -> Counts:
-    """Costs of a program that runs in a scope; `known` are values of its arguments."""
+def counted(
+    program: ClosedJaxpr,
+    model: ShardedModel,
+    scope: str = "",
+    known: dict[int, Any] | None = None,
+    sizes: Sizes = (),
+) -> Counts:
+    """Costs of a program that runs in a scope; `known` are values of its arguments, `sizes` those of axes on which the
+    model was not traced."""
     passes = passes_of(program, model)
 
     def count(equation: JaxprEqn, origin: Origin) -> Counter:
         if NOT_COUNTED in origin.stack:
             return Counter()
         plain = origin._replace(stack=_without_marks(origin.stack))
-        costs = costs_in_equation(equation, plain, model=model, passes=passes)
+        costs = costs_in_equation(equation, plain, model=model, passes=passes, sizes=model.axis_sizes | dict(sizes))
         if not costs:
             return costs
         place = Place(origin.stack, equation.primitive.name, origin.source.startswith(PLAN))
@@ -190,17 +200,18 @@ def pass_programs(layer: TracedLayer, remat: str, *, split: bool) -> PassProgram
     return PassPrograms(layer, forward, recompute, halves.first, halves.second, saved, passed, pools, of_stage)
 
 
-def layer_costs(passes: PassPrograms, model: ShardedModel, number: int) -> LayerCosts:
-    """The costs of a layer whose settings have this number."""
+def layer_costs(passes: PassPrograms, model: ShardedModel, number: int, sizes: Sizes = ()) -> LayerCosts:
+    """The costs of a layer whose settings have this number, with `sizes` of axes on which the model was not traced."""
     which = passes.layer.which
     which_back = None if which is None else which - 1
-    costs = [_counted_pass(passes.forward, model, FORWARD, which, number), copies_of_slots(passes.saved, "forward")]
+    costs = [_counted_pass(passes.forward, model, FORWARD, which, number, sizes)]
+    costs.append(copies_of_slots(passes.saved, "forward"))
     if passes.recompute is not None:
-        costs.append(_counted_pass(passes.recompute, model, BACKWARD, which, number))
-    costs.append(_counted_pass(passes.backward, model, BACKWARD, which_back, number))
+        costs.append(_counted_pass(passes.recompute, model, BACKWARD, which, number, sizes))
+    costs.append(_counted_pass(passes.backward, model, BACKWARD, which_back, number, sizes))
     costs.append(copies_of_slots([*_held_again(passes), *passes.passed], "recompute"))
     if passes.later is not None:
-        costs.append(counted(passes.later, model, WEIGHTS))
+        costs.append(counted(passes.later, model, WEIGHTS, sizes=sizes))
     if is_for_gpus(model.mesh):
         costs.append(copies_of_slots(_residuals_read(passes), "recompute"))
         costs.append(copies_of_slots(_read_by_products(passes.later), "backward"))
@@ -208,8 +219,10 @@ def layer_costs(passes: PassPrograms, model: ShardedModel, number: int) -> Layer
 
 
 @functools.lru_cache(maxsize=32)
-def _counted_pass(program: ClosedJaxpr, model: ShardedModel, scope: str, which: int | None, number: int) -> Counts:
-    return counted(program, model, scope, {} if which is None else {which: np.int32(number)})
+def _counted_pass(
+    program: ClosedJaxpr, model: ShardedModel, scope: str, which: int | None, number: int, sizes: Sizes
+) -> Counts:
+    return counted(program, model, scope, {} if which is None else {which: np.int32(number)}, sizes)
 
 
 def _held_again(passes: PassPrograms) -> list[Any]:

@@ -514,6 +514,9 @@ def estimate_parts(step: Estimate, topology: Topology, model: ModelConfig) -> It
     saved = f"{step.hidden_secs / unit:.3f} {name_of_unit}"
     hidden = f"; {saved} of messages over {axes} {hide} behind the work" * (step.hidden_secs > 0)
     yield f"largest: {name}, {in_bytes(size)}{hidden}"
+    if step.share_that_hides < 1:
+        could = f"{percent(step.share_that_hides)} of the messages that could hide do"
+        yield f"memory is short for XLA's scheduler: {could}, and all with less in memory"
     yield from host_lines(step, topology)
 
 

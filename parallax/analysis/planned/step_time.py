@@ -12,13 +12,14 @@ some are passes of their own, on GPUs (parallax/analysis/planned/gpu_passes.py) 
 *Bubble* is that of the schedule in lockstep, where a recomputed pass counts as a forward pass. *Messages* are the
 traced collectives over the links of their axes, with a latency for each; where several arrays are one message, they are
 copied together and apart. Gathers of single layers over data axes overlap with the work, as do the permutes of
-layout.context="ring" and of layout.tensor_parallel="streams" and, with fsdp.reduce="compute", on GPUs with
-fsdp.prefetch=1 and on chips whose SparseCores run them, sums of the layers' gradients; `hidden_secs` says how much of
-them is hidden. On large slices of v5e compute waits for exchanges of gradients: `hides_exchanges`. On TPUs without
-SparseCores a reduce-scatter is synchronous wherever it begins. On TPUs the messages of a pipeline travel beside passes,
-if its schedule has both in a tick and no W: `ticks_beside`. All other messages are exposed, and on GPUs all of a step
-that needs more memory than XLA plans for: `overlaps_in`. The *update* reads and writes parameters and optimizer state,
-and reads gradients, at memory bandwidth.
+layout.context="ring" and of layout.tensor_parallel="streams" and, with fsdp.reduce="compute", on GPUs and on chips
+whose SparseCores run them, sums of the layers' gradients; `hidden_secs` says how much of them is hidden. So do rows
+sent to experts on v5e and v5p; on other chips compute waits for them: `hides_ragged`. On large slices of v5e compute
+waits for exchanges of gradients: `hides_exchanges`. On TPUs without SparseCores a reduce-scatter is synchronous
+wherever it begins. On TPUs the messages of a pipeline travel beside passes, if its schedule has both in a tick and no
+W: `ticks_beside`. All other messages are exposed, and on GPUs those that find the memory full that XLA's scheduler has:
+`share_that_hides`. The *update* reads and writes parameters and optimizer state, and reads gradients, at memory
+bandwidth.
 
 Arrays in host memory are copied over the chip's link to its host, in both directions at once: residuals during the
 passes that write and read them, states during the update. If a copy takes longer than the work, the step waits for the
@@ -85,9 +86,15 @@ from parallax.model.experts.grouped_triton import TILE_ROWS
 from parallax.pipeline import BACKWARD, FORWARD, WEIGHTS, ShardedModel
 from parallax.schedules import Schedule
 from parallax.schedules.pricing import lockstep_bubble
-from parallax.sharding.activations import CONTEXT_AXIS
+from parallax.sharding.activations import CONTEXT_AXIS, EXPERT_AXIS
 from parallax.sharding.bucket import BY_LAYER
-from parallax.sharding.compiler import hides_exchanges, hides_reduce_scatters, is_absent_gpus, overlaps_in
+from parallax.sharding.compiler import (
+    hides_exchanges,
+    hides_ragged,
+    hides_reduce_scatters,
+    is_absent_gpus,
+    share_beside,
+)
 from parallax.sharding.host import DEVICE, HOST, is_type_on_host
 from parallax.sharding.mesh import is_for_gpus, make_mesh
 from parallax.sharding.plan import DATA_AXES
@@ -189,6 +196,7 @@ class Estimate(NamedTuple):
     link_bytes: int = 0  # copied over the link to the host in a step, in both directions
     link_secs: float = 0.0  # in which the step waits for that link
     beside_secs: float = 0.0  # of `hidden_secs`, what hides between stages of a pipeline
+    share_that_hides: float = 1.0  # of the messages that could, by the memory of XLA's scheduler for GPUs
 
     @property
     def bubble_secs(self) -> float:
@@ -265,11 +273,19 @@ def gpu_passes(program: ClosedJaxpr) -> GpuPasses:
     return GpuPasses(program)
 
 
-def costs_in_equation(equation: JaxprEqn, origin: Origin, *, model: ShardedModel, passes: Passes) -> Counter:
+def costs_in_equation(
+    equation: JaxprEqn,
+    origin: Origin,
+    *,
+    model: ShardedModel,
+    passes: Passes,
+    sizes: Mapping[str, int] | None = None,
+) -> Counter:
     """What an equation costs a device of the first pipeline rank, as a Sent, an OpCost, or bytes over the host's
-    link; nothing if it is fused with others. `passes` are those of its program."""
-    first = dict.fromkeys(model.axis_sizes, 0)
-    sent = sent_in_equation(equation, origin, rank=first, sizes=model.axis_sizes)
+    link; nothing if it is fused with others. `passes` are those of its program. Messages go over axes of other `sizes`
+    than the model's, if given."""
+    sizes = sizes or model.axis_sizes
+    sent = sent_in_equation(equation, origin, rank=dict.fromkeys(sizes, 0), sizes=sizes)
     work = _pass(equation, origin, passes) or _product(equation, origin, model=model)
     return sent or work or moved_by_passes(equation, origin)
 
@@ -329,14 +345,13 @@ def estimate(
             traced.sent, topology, settings, traced.per_use, sums=sums, waits_for_sums=waits_for_sums
         )
     ]
-    temporaries = held.peak - held.arguments
-    if by_xla and not overlaps_in(topology.chip.platform, held.arguments, temporaries, topology.chip.usable_bytes):
-        sent = [message._replace(hides=False) for message in sent]
-    hiding = sum(message.secs for message in sent if message.hides)
+    share = share_that_hides(held, traced, settings, topology) if by_xla else 1.0
+    hiding = share * sum(message.secs for message in sent if message.hides)
     hidden = hidden_secs(work, hiding)
     hidden *= 1 - topology.chip.reached.beside  # of what is hidden, this much is saved
     beside = [secs_beside(message, timed, traced.ticks_beside) for message in sent]
-    exposed = [m._replace(secs=m.secs * (1 - m.hides * hidden / (hiding or 1)) - b) for m, b in zip(sent, beside)]
+    of_each = share * hidden / (hiding or 1)
+    exposed = [m._replace(secs=m.secs * (1 - m.hides * of_each) - b) for m, b in zip(sent, beside)]
     bubble = 0.0 if topology.shared else traced.bubble
     ticking = sum(message.secs for message in exposed if message.ticking)
     parameters, states = traced.trained * (held.parameters + host.parameters), held.optimizer + host.optimizer
@@ -359,7 +374,46 @@ def estimate(
         link_bytes=sum(traced.moved.values()) + 3 * host.parameters + 2 * host.optimizer + 3 * host.gradients,
         link_secs=passes + once,
         beside_secs=sum(beside),
+        share_that_hides=share,
     )
+
+
+def share_that_hides(held: Memory, traced: TracedWork, settings: Settings, topology: Topology) -> float:
+    """The share of those messages that could hide which find memory to do so: on GPUs see `share_beside`. A step holds
+    weights of a layer, running activations and logits for a time, and all else all the time."""
+    if topology.chip.platform != "gpu":
+        return 1.0
+    resident = sum(whole_bytes(call, settings) * call.count for call in traced.sent if _stays(call, traced.per_use))
+    gathered = max(0.0, held.gathered_weights - resident)
+    at_times = held.working_activations + held.logits + gathered
+    temporaries, on_their_way = held.peak - held.arguments, bytes_on_their_way(traced, settings)
+    # Where logits are at the peak, that is in the head: no layer's messages are on their way then.
+    most = max(temporaries, temporaries - held.logits - gathered * (held.logits > 0) + on_their_way)
+    least = temporaries - at_times + on_their_way
+    return share_beside(held.arguments, least, most, topology.chip.usable_bytes)
+
+
+def bytes_on_their_way(traced: TracedWork, settings: Settings) -> float:
+    """Bytes of an average layer's messages that XLA for GPU has under way at once: the weights that the next layer
+    will use, and gradients, whose exchange needs as much where they arrive."""
+    passes = settings.model.layers * settings.pipeline.microbatches / settings.mesh.pp
+    held = 0.0
+    for call in filter(traced.per_use.has, traced.sent):
+        if _is_of_parameters(call) and call.direction in ("forward", "backward"):
+            held += call.count * whole_bytes(call, settings) * (1 + (call.kind == "all-to-all"))
+    return held / passes
+
+
+def _stays(call: Sent, per_use: SentPerUse) -> bool:
+    """Whether it gathers weights of layers for all of a step."""
+    of_layers = call.module.split("/")[0] in per_use.modules
+    return call.kind == "all-gather" and _is_of_parameters(call) and of_layers and not per_use.has(call)
+
+
+def whole_bytes(call: Sent, settings: Settings) -> float:
+    """Bytes of the whole array of which each rank sends the others' pieces, or gets them."""
+    ranks = math.prod(size for axis, size in settings.mesh.sizes.items() if axis in call.axes)
+    return call.bytes * ranks / (ranks - 1) if ranks > 1 else call.bytes
 
 
 def secs_beside(message: CollectiveTime, timed: Sequence[tuple[str, float]], ticks: TicksBeside) -> float:
@@ -402,8 +456,7 @@ def link_waits(
 def copy_secs(call: Sent, settings: Settings, chip: Chip) -> float:
     """Seconds in a step in which arrays are copied behind each other, or apart, for a message with several of them:
     the whole ones are read and written once. Pieces are much smaller."""
-    ranks = math.prod(settings.mesh.sizes[axis] for axis in call.axes)
-    return 2 * call.total_bytes * ranks / (ranks - 1) / (chip.hbm_bandwidth * chip.reached.memory)
+    return 2 * call.count * whole_bytes(call, settings) / (chip.hbm_bandwidth * chip.reached.memory)
 
 
 def messages(
@@ -417,16 +470,16 @@ def messages(
 ) -> list[CollectiveTime]:
     """Times of the traced collectives, without those that send nothing; `sums` and `waits_for_sums` as `estimate`."""
     sizes, reached, times = settings.mesh.sizes, topology.as_reached, []
-    hides_sums = hides_reduce_scatters(topology.chip.name) and not waits_for_sums
+    hides_sums = topology.chip.platform == "gpu" or hides_reduce_scatters(topology.chip.name)
     # What stands for another program's sums is sent as those are.
     waits_for_exchanges = not sums and not hides_exchanges(topology.chip.name, topology.slice_chips)
-    hiding = ["all-gather", "all-to-all", *["reduce-scatter"] * hides_sums]
-    begins_ahead = settings.fsdp.prefetch > 0 and not topology.is_tpu
+    hides_rows = hides_ragged(topology.chip.name)
+    hiding = ["all-gather", "all-to-all", *["reduce-scatter"] * (hides_sums and not waits_for_sums)]
     for call in sent:
         if not call.bytes:
             continue
         synchronous = waits_for_exchanges and call.kind == "all-to-all"
-        can_hide = (call.kind in hiding or begins_ahead) and not synchronous
+        can_hide = call.kind in hiding and not synchronous
         ticking = _ticks(call, settings, per_use)
         # Those of layers: a table's message is long, and one once a step is alone, with little compute to hide them.
         # XLA for GPU has those of other microbatches' tables beside compute, too.
@@ -434,6 +487,8 @@ def messages(
         beside = per_use.has(call) or (ticking and of_table and topology.chip.platform == "gpu")
         # In the ring, keys are sent while the previous ones are used; token streams are multiplied as they arrive.
         passed_on = call.kind == "permute" and call.axes in ((CONTEXT_AXIS,), (STREAM_AXIS,))
+        # The rows of one round are sent while those of another are multiplied.
+        passed_on |= hides_rows and call.kind == "all-to-all" and call.axes == (EXPERT_AXIS,)
         # All of a layer waits for a message with all of its weights.
         waits = call.module == BY_LAYER and call.kind == "all-gather" and not settings.fsdp.prefetch
         hides = ((_is_of_parameters(call) and can_hide and beside and not waits) or passed_on) and not topology.shared
