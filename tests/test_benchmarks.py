@@ -332,6 +332,16 @@ def test_smoke_may_stand_before_the_name_of_a_command(arguments, monkeypatch):
     assert parsed.smoke and (parsed.config, parsed.microbatches, parsed.rounds) == ("tiny_gqa", [2], 1)
 
 
+def test_a_mesh_is_compared_with_the_first_one_of_its_own_round(monkeypatch):
+    """The machine is half as fast in the second of three rounds, for both meshes, and busy once in the third."""
+    monkeypatch.syspath_prepend(FOLDER)
+    line = runpy.run_path(str(FOLDER / "step.py"))["line"]
+    beside = dict(wall_secs=1.0, compile_secs=1.0, peak_bytes=2**30)
+    rounds = [(2.0, 0.5), (4.0, 0.25), (2.0, 0.5)], [(3.0, 0.4), (6.0, 0.2), (9.0, 0.4)]
+    first, rows = ([dict(cpu_secs=secs, share=share, **beside) for secs, share in of_mesh] for of_mesh in rounds)
+    assert line("2,2,2", rows, first).split() == ["2,2,2", "40.0%", "6.00", "1.50", "1.25", "1.00", "1.0", "1.00", "GiB"]
+
+
 # ---- what is wrong
 
 
