@@ -77,7 +77,7 @@ def _least_secs(run: Callable[[Array], Array], x: Array, calls: float = math.inf
     """The shortest time of a call, among at most `calls` and no more than fit into half a second, but for the first."""
     run(x).block_until_ready()
     end, secs = time.perf_counter() + MEASURED_SECS, []
-    while (begun := time.perf_counter()) < end and len(secs) < calls or not secs:
+    while ((begun := time.perf_counter()) < end and len(secs) < calls) or not secs:
         run(x).block_until_ready()
         secs.append(time.perf_counter() - begun)
     return min(secs)
