@@ -23,6 +23,8 @@ ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 PARITY = np.uint32(0x1BD11BDA)
 # Of factors that follow each other XLA multiplies values by the product; that of jaxlib 0.12 by each.
 FOLDS_FACTORS = version_of("jaxlib").startswith("0.10.")
+# XLA's polynomial, which NumPy would round otherwise: a program of few operations, the same for all models.
+_erf_inv_of_block = jax.jit(jax.lax.erf_inv, compiler_options=RUN_ONCE)
 
 
 class Undrawable(Exception):
@@ -144,18 +146,11 @@ def _bits(equation: JaxprEqn, key: np.ndarray) -> np.ndarray:
 def _erf_inv(equation: JaxprEqn, x: np.ndarray) -> np.ndarray:
     if x.dtype != np.float32:
         raise Undrawable(f"erf_inv of {x.dtype}")
-    flat, inverse = x.reshape(-1), _erf_inv_of_block()
+    flat = x.reshape(-1)
     padded = np.zeros(-(-flat.size // BLOCK) * BLOCK, np.float32)
     padded[: flat.size] = flat
-    blocks = [inverse(block) for block in padded.reshape(-1, BLOCK)]
+    blocks = [_erf_inv_of_block(block) for block in padded.reshape(-1, BLOCK)]
     return np.concatenate([np.empty(0, np.float32), *blocks])[: flat.size].reshape(x.shape)
-
-
-@functools.cache
-def _erf_inv_of_block() -> Callable:
-    """XLA's polynomial, which NumPy would round otherwise: a program of few operations, the same for all models."""
-    like = jax.ShapeDtypeStruct((BLOCK,), np.float32)
-    return jax.jit(jax.lax.erf_inv, compiler_options=RUN_ONCE).lower(like).compile()
 
 
 def _broadcast(equation: JaxprEqn, x: np.ndarray) -> np.ndarray:

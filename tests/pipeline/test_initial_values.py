@@ -52,6 +52,13 @@ def test_values_of_another_generator_are_those_of_the_compiled_draw():
         assert_drawn_as_compiled(build((1, 1, 1)))
 
 
+def test_values_are_the_same_where_jit_is_off():
+    model = build((1, 1, 1))
+    expected = model.init(3)
+    with jax.disable_jit():
+        jax.tree.map(np.testing.assert_array_equal, model.init(3), expected)
+
+
 def assert_drawn_as_compiled(model):
     def declare(key):
         return jax.tree.map(lambda x, like: x.astype(like.dtype), nn.meta.unbox(model.parts.declare(key)), model.shapes)
