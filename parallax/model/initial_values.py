@@ -37,9 +37,6 @@ class Scaled(NamedTuple):
     values: np.ndarray
     factor: np.ndarray
 
-    def product(self) -> np.ndarray:
-        return self.values * self.factor
-
 
 def drawn_by_numpy(program: ClosedJaxpr, key: jax.Array) -> list[np.ndarray]:
     """The outputs of a traced program for a key. Raises Undrawable."""
@@ -78,7 +75,7 @@ def _is_key(variable: Any) -> bool:
 
 
 def _product(value: Any) -> np.ndarray:
-    return value.product() if isinstance(value, Scaled) else value
+    return value.values * value.factor if isinstance(value, Scaled) else value
 
 
 def _mul(x: Any, y: Any) -> Any:
@@ -88,7 +85,7 @@ def _mul(x: Any, y: Any) -> Any:
         raise Undrawable("a product of two arrays")
     factor = scale.reshape(())
     if isinstance(other, Scaled):
-        return Scaled(other.values, other.factor * factor) if FOLDS_FACTORS else Scaled(other.product(), factor)
+        return Scaled(other.values, other.factor * factor) if FOLDS_FACTORS else Scaled(_product(other), factor)
     return scale * other if other.size == 1 else Scaled(other, factor)
 
 
@@ -154,7 +151,16 @@ def _erf_inv(equation: JaxprEqn, x: np.ndarray) -> np.ndarray:
 
 
 def _broadcast(equation: JaxprEqn, x: np.ndarray) -> np.ndarray:
-    shape, dims = equation.params["shape"], equation.params["broadcast_dimensions"]
+    return _along(equation.params["broadcast_dimensions"], x, equation.params["shape"])
+
+
+def _iota(equation: JaxprEqn) -> np.ndarray:
+    shape, dim = equation.params["shape"], equation.params["dimension"]
+    return _along([dim], np.arange(shape[dim], dtype=equation.params["dtype"]), shape)
+
+
+def _along(dims: Sequence[int], x: np.ndarray, shape: Sequence[int]) -> np.ndarray:
+    """An array with the dims of `x` in these places, broadcast to a shape."""
     sizes = [1] * len(shape)
     for dim, size in zip(dims, x.shape, strict=True):
         sizes[dim] = size
@@ -166,26 +172,12 @@ def _slice(equation: JaxprEqn, key: np.ndarray) -> np.ndarray:
     return key[tuple(map(slice, starts, limits, equation.params["strides"] or [None] * len(starts)))]
 
 
-def _squeeze(equation: JaxprEqn, key: np.ndarray) -> np.ndarray:
-    return np.squeeze(key, equation.params["dimensions"])
-
-
-def _unstack(equation: JaxprEqn, key: np.ndarray) -> list[np.ndarray]:
-    return list(np.moveaxis(key, equation.params["axis"], 0))
-
-
 def _selected(equation: JaxprEqn, key: np.ndarray, indices: np.ndarray) -> np.ndarray:
     """A gather that selects keys of a vector."""
     numbers = indices[..., 0]
     if key.ndim != 2 or equation.params["dimension_numbers"].offset_dims or not np.all(numbers < len(key)):
         raise Undrawable("a gather that selects other than keys of a vector")
     return key[numbers]
-
-
-def _iota(equation: JaxprEqn) -> np.ndarray:
-    shape, dim = equation.params["shape"], equation.params["dimension"]
-    numbers = np.arange(shape[dim], dtype=equation.params["dtype"])
-    return np.broadcast_to(numbers.reshape([-1 if index == dim else 1 for index in range(len(shape))]), shape)
 
 
 def _round(equation: JaxprEqn, x: np.ndarray) -> np.ndarray:
@@ -219,8 +211,8 @@ OF_KEYS: dict[str, Callable] = {
     "random_fold_in": _fold_in,
     "random_bits": _bits,
     "slice": _slice,
-    "squeeze": _squeeze,
-    "unstack": _unstack,
+    "squeeze": lambda equation, key: np.squeeze(key, equation.params["dimensions"]),
+    "unstack": lambda equation, key: list(np.moveaxis(key, equation.params["axis"], 0)),
     "gather": _selected,
 }
 OF_NUMBERS: dict[str, Callable] = {
