@@ -9,7 +9,7 @@ Command:  python train.py --config=configs/llama3_70b.py --config.data.path=FILE
 Hardware: 256 TPU v5p chips (95 GB each), or 128 v7x chips (256 cores of 96 GB).
 Memory:   59.1 GiB a chip as compiled, 57.7 as traced.
 Time:     as compiled for 256 v5p 21.9 s a step, MFU 73.1 % with kernels at 70 % of their peak, and 25.1 s in closed
-          form (63.9 %). On 128 v7x (--topology=v7x:4x4x8) 9.3 s as compiled, MFU 68.7 %, in 54.4 GiB, and 12.5 s in
+          form (63.9 %). On 128 v7x (--topology=v7x:4x4x8) 9.3 s as compiled, MFU 68.6 %, in 55.9 GiB, and 12.5 s in
           closed form. Not yet run.
 Loss:     not yet run.
 """

@@ -11,6 +11,7 @@ from parallax.checkpoint.arrays import damaged_arrays, flatten, read_tree
 from parallax.checkpoint.fingerprint import fingerprints
 from parallax.checkpoint.steps import (
     DamagedError,
+    all_damaged,
     complete_steps,
     files_of,
     odd_files,
@@ -61,8 +62,7 @@ def restore_newest(
             damaged.append(error)
     if not damaged:
         raise CheckpointError(f"there is no checkpoint in {folder}")
-    causes = "; ".join(f"step {error.step}: {error.damage}" for error in damaged)
-    raise CheckpointError(f"every checkpoint in {folder} is damaged: {causes}; restore one of them from a copy")
+    raise all_damaged(folder, damaged)
 
 
 def restore(

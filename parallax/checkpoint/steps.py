@@ -10,7 +10,7 @@ import json
 import re
 import time
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
@@ -40,6 +40,12 @@ class DamagedError(CheckpointError):
     def __init__(self, folder: Path, step: int, damage: str):
         super().__init__(f"the checkpoint of step {step} in {folder} is damaged: {damage}; use another step")
         self.step, self.damage = step, damage
+
+
+def all_damaged(folder: Path, errors: Iterable[DamagedError]) -> CheckpointError:
+    """The error for a folder all of whose steps are damaged."""
+    causes = "; ".join(f"step {error.step}: {error.damage}" for error in errors)
+    return CheckpointError(f"every checkpoint in {folder} is damaged: {causes}; restore one of them from a copy")
 
 
 class CheckedSteps(NamedTuple):
@@ -90,11 +96,11 @@ def latest_step(folder: Path) -> int | None:
     """The newest valid step, by number, not by time; None if there is no complete one.
 
     Raises:
-        DamagedError: there are steps, and all are damaged.
+        CheckpointError: there are steps, and all are damaged.
     """
     checked = check_steps(folder)
     if not checked.valid and checked.damaged:
-        raise checked.damaged[max(checked.damaged)]
+        raise all_damaged(folder, checked.damaged.values())
     return max(checked.valid, default=None)
 
 

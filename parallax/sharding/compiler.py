@@ -94,6 +94,8 @@ if version_of("jaxlib").startswith("0.10."):
 HEADS_LAST = ("TPU v6e", "TPU v7x")
 # Chips on which steps were compiled with the gradients of a gated MLP's gate and up written, not computed again.
 GRADIENTS_WRITTEN = ("TPU v5p", "TPU v6e", "TPU v7x")
+# Chips on which steps were compiled with small gradients sent after large ones.
+SMALL_GRADIENTS_LAST = ("TPU v7x",)
 # Chips on which steps were compiled with and without the passes over memory that XLA is spared below.
 FEWER_PASSES = ("TPU v5e", "TPU v5p", "TPU v6e", "TPU v7x")
 
@@ -356,14 +358,14 @@ def rounds_in_products() -> bool:
 
 
 def sends_small_gradients_last() -> bool:
-    """Whether the program being traced is for a chip on which, with fixed ranges, a layer's largest gradients should be
-    sent before the others are.
+    """Whether the program being traced is for a chip on which a dense layer's largest gradients should be sent before
+    the others are.
 
     XLA computes and sends an MLP's last, and little is left of the layer beside them. In configs/llama2_7b_64.py with
-    remat="norm" on v7x the reduce-scatter of up's takes 0.59 ms, beside a pass of 0.26. Attention's take 0.22. In
-    bfloat16 that step was 17 ms faster, too; other models were not compiled so.
+    remat="norm" on v7x the reduce-scatter of up's takes 0.59 ms, beside a pass of 0.26. Attention's take 0.22. A step
+    waited 27 ms, and now 10. That of configs/llama3_70b.py takes as long as before.
     """
-    return _is_traced_for(OF_FIXED_RANGES)
+    return _is_traced_for(SMALL_GRADIENTS_LAST)
 
 
 def computes_gradients_again() -> bool:

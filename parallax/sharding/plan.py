@@ -30,7 +30,7 @@ from einops import pack, unpack
 from flax.traverse_util import unflatten_dict
 from jax import Array, lax
 
-from parallax.config.sections import FIXED, PARTS, FsdpConfig, OptimizerConfig, PipelineConfig
+from parallax.config.sections import PARTS, FsdpConfig, OptimizerConfig, PipelineConfig
 from parallax.display.html import html_table
 from parallax.display.tables import text_table
 from parallax.display.units import in_bytes
@@ -483,7 +483,7 @@ class ShardingPlan:
         given, wholes, names = structure.flatten_up_to(grads), jax.tree.leaves(entry(self.shapes, stack)), [*rows]
         there = [index for index, grad in enumerate(given) if grad is not None]
         messages, earlier = self.buckets_of_gradients([*rows.values()], there), []
-        first, others, later = _in_order_sent([*rows.values()], given, messages)
+        first, others, later = self._in_order_sent([*rows.values()], given, messages)
         for message in [*first, *others, *later]:
             used, sent = [rows[names[index]] for index in message.members], [given[index] for index in message.members]
             if message in later:
@@ -598,6 +598,25 @@ class ShardingPlan:
             if index in which
         }
         return buckets(self.fsdp.bucket, sent, self._ranks)
+
+    def _in_order_sent(
+        self, rows: Sequence[ParameterPlan], grads: Sequence[Array], messages: Sequence[Bucket]
+    ) -> tuple[list[Bucket], list[Bucket], list[Bucket]]:
+        """The messages of a layer's gradients in the order in which they are traced: the largest of weights that read
+        the stream, those that go at any time, and those that are sent after the first. It is for what was compiled:
+        reduce-scatters of dense layers over data ranks alone, see `sends_small_gradients_last`."""
+        is_mixture = any("experts" in row.compute.names for row in rows)
+        is_compiled = self.fsdp.reduce == "float32" and self._ranks(("pp", "cp", "tp")) == 1 and not is_mixture
+        if not (is_compiled and sends_small_gradients_last()):
+            return [], [*messages], []
+        entries = {message: sum(grads[index].size for index in message.members) for message in messages}
+        # Not of `down`: its product begins the backward pass, where links are busy with gathers.
+        reading = [each for each in messages if all("d_model" in rows[index].spec.inputs for index in each.members)]
+        most = max((entries[message] for message in reading), default=0)
+        first = [message for message in reading if entries[message] == most]
+        # Not vectors: their gradients are summed within products.
+        smaller = [each for each in messages if entries[each] < most and grads[each.members[0]].ndim > 1]
+        return first, [message for message in messages if message not in (*first, *smaller)], smaller
 
     def _ranks(self, axes: Sequence[str]) -> int:
         return math.prod(self.axis_sizes.get(axis, 1) for axis in axes)
@@ -745,23 +764,6 @@ def largest_entry(spec: ParameterSpec, layout: Layout, weights: Array) -> Array:
 def entry(tree: Any, path: str) -> Any:
     """What a tree has under a name like "blocks/KIND"; the tree itself for ""."""
     return reduce(lambda inner, name: inner[name], filter(None, path.split("/")), tree)
-
-
-def _in_order_sent(
-    rows: Sequence[ParameterPlan], grads: Sequence[Array], messages: Sequence[Bucket]
-) -> tuple[list[Bucket], list[Bucket], list[Bucket]]:
-    """The messages of a layer's gradients in the order in which they are traced: the largest of weights that read the
-    stream, those that go at any time, and those that are sent after the first: see `sends_small_gradients_last`."""
-    if not (sends_small_gradients_last() and any(row.spec.scales == FIXED for row in rows)):
-        return [], [*messages], []
-    entries = {message: sum(grads[index].size for index in message.members) for message in messages}
-    # Not of `down`: its product begins the backward pass, where links are busy with gathers.
-    reading = [each for each in messages if all("d_model" in rows[index].spec.inputs for index in each.members)]
-    most = max((entries[message] for message in reading), default=0)
-    first = [message for message in reading if entries[message] == most]
-    # Not vectors: their gradients are summed within products.
-    smaller = [each for each in messages if entries[each] < most and grads[each.members[0]].ndim > 1]
-    return first, [message for message in messages if message not in (*first, *smaller)], smaller
 
 
 def empty_like(x: Array) -> Array:

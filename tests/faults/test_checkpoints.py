@@ -93,13 +93,24 @@ def test_damage_to_the_optimizers_states_does_not_keep_parameters_from_loading(s
     assert restore_newest(folder, wanted).step == 2
 
 
+EVERY_STEP = r"every checkpoint in .* is damaged: step 2: .*; step 1: .*; restore one of them from a copy"
+
+
 def test_where_every_step_is_damaged_none_is_loaded(saved):
     folder, parts = saved
     damage(folder / "1", "flipped")
     damage(folder / "2", "missing")
-    with pytest.raises(CheckpointError, match=r"every checkpoint in .* is damaged: step 2: .*; step 1: .* from a copy"):
+    with pytest.raises(CheckpointError, match=EVERY_STEP):
         restore_newest(folder, abstract(parts))
     assert sorted(path.name for path in folder.iterdir()) == ["1", "2"]
+
+
+def test_where_sizes_show_that_every_step_is_damaged_none_is_the_newest(saved):
+    folder, _ = saved
+    damage(folder / "1", "truncated")
+    damage(folder / "2", "missing")
+    with pytest.raises(CheckpointError, match=EVERY_STEP):
+        latest_step(folder)
 
 
 def test_a_flipped_bit_is_found_in_every_file_and_names_the_arrays_that_it_hits(saved):

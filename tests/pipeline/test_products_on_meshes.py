@@ -384,15 +384,34 @@ def test_swiglu_in_8_bits_and_up_are_saved_as_bytes_where_a_product_writes_slots
     assert after[:2] == (before[0] + (how["dtype"] == "bfloat16"), before[1])
 
 
+OF_TWO_KINDS = dict(layers_of="dense*2 moe*2", layers=4)
+
+
 @pytest.mark.fast(1)
-@pytest.mark.parametrize("how", [{}, dict(schedule="zero_bubble", mesh=(2, 2, 1)), dict(bucket="layer")], ids=str)
-def test_small_gradients_that_are_sent_after_large_ones_are_the_same(how, monkeypatch):
-    """Those of attention's four kernels wait for those of gate and up; in one message all go at once."""
-    how = dict(mesh=(1, 2, 1), d_ff=128) | FIXED_ON_V7X | how
+@pytest.mark.parametrize(
+    ("how", "expected"),
+    [
+        ({}, 4 * 2),
+        (dict(matmul="float8") | FIXED_ON_V7X, 4 * 2),
+        (dict(remat="layer", microbatches=2), 4 * 2),
+        (dict(bucket="layer"), 0),
+        (dict(reduce="compute"), 0),
+        (dict(mesh=(2, 2, 1)), 0),
+        (dict(mesh=(1, 2, 2)), 0),
+        (dict(mesh=(1, 2, 1, 1, 2)), 0),
+        (OF_TWO_KINDS, 4 * 2),
+        (OF_TWO_KINDS | dict(layers_of="moe*4"), 0),
+    ],
+    ids=str,
+)
+def test_small_gradients_that_are_sent_after_large_ones_are_the_same(how, expected, monkeypatch):
+    """Those of attention's four kernels wait for those of gate and up, of dense layers over data ranks alone; in one
+    message all go at once."""
+    how = dict(mesh=(1, 2, 1), d_ff=128) | how
     mesh = how.pop("mesh")
 
     def found():
-        model = build(mesh, matmul="float8", **MODELS["gqa"] | how)
+        model = build(mesh, **MODELS["gqa"] | how)
         step = jax.jit(model.loss_and_grad)
         waits = step.lower(model.shapes, make_batch()).as_text().count("stablehlo.compare NE")
         return waits, jax.tree.map(np.asarray, step(params_of(model), make_batch()))
@@ -401,7 +420,7 @@ def test_small_gradients_that_are_sent_after_large_ones_are_the_same(how, monkey
     monkeypatch.setattr("parallax.sharding.plan.sends_small_gradients_last", lambda: True)
     after = found()
     jax.tree.map(np.testing.assert_array_equal, after[1], before[1])
-    assert after[0] - before[0] == (0 if "bucket" in how else 4 * 2)
+    assert after[0] - before[0] == expected
 
 
 @pytest.mark.fast(1)
