@@ -189,13 +189,13 @@ def share_beside(arguments: float, least: float, most: float, usable: int) -> fl
     so many usable ones, which besides holds `least` all the time and, with messages on their way, `most`: XLA's
     scheduler begins none while its memory is full.
 
-    >>> [share_beside(22, least, 43, 80) for least in (37.5, 40)]
-    [0.436..., 0.0]
+    >>> [share_beside(22, least, 43, 80) for least in (37.5, 40, 43)]
+    [0.436..., 0.0, 0.0]
     """
     limit = SCHEDULED_SHARE * (PLANNED_SHARE * usable - arguments)
     if most <= limit:
         return 1.0
-    return max(0.0, (limit - least) / (most - least))
+    return 0.0 if least >= limit else (limit - least) / (most - least)
 
 
 def hides_exchanges(chip_name: str, chips: int) -> bool:

@@ -134,11 +134,12 @@ def read_topology(text: str) -> Topology:
             f"write {parts[1] or ''}{parts[3]}:{example}, for {slices * 4**known.torus_dims} chips."
         )
     largest = LARGEST_SLICES.get(known.name, shape)
-    if math.prod(shape) > math.prod(largest):
-        several = slices * -(-math.prod(shape) // math.prod(largest))
+    too_long = len(shape) == 2 and max(shape) > max(largest)
+    if too_long or math.prod(shape) > math.prod(largest):
+        several, sizes = slices * -(-math.prod(shape) // math.prod(largest)), "x".join(map(str, largest))
         raise ConfigError(
-            f"--topology={text} has slices of {math.prod(shape):,} chips, but the largest of {known.name} has "
-            f"{math.prod(largest):,}; write {several}x{parts[3]}:{'x'.join(map(str, largest))}, for "
+            f"--topology={text} has slices of {parts[4]} ({math.prod(shape):,} chips), but the largest of {known.name} is "
+            f"{sizes} ({math.prod(largest):,}); write {f'{several}x' if several > 1 else ''}{parts[3]}:{sizes}, for "
             f"{several * math.prod(largest):,} chips."
         )
     if known.switched and (len(shape) > 2 or shape[-1] > known.switched):
