@@ -1327,7 +1327,7 @@ def test_an_analytic_plan_compiles_nothing_and_asks_for_nothing(config, planned,
         ),
         (
             ["--topology=v5e:64x4"],
-            r"slices of 64x4 \(256 chips\), but the largest of TPU v5e is 16x16 \(256\); write v5e:16x16, for 256 chips.",
+            r"slices of 64x4 \(256 chips\), but the largest of TPU v5e is 16x16 \(256\); write v5e:16x16, for 256",
         ),
         (["--topology=2xv6e:32x16"], r"largest of TPU v6e is 16x16 \(256\); write 4xv6e:16x16, for 1,024 chips"),
         ([], "wants 4 devices, but there are 8; .*, or plan for chips that need not be here: --topology=v5e:4x4"),

@@ -138,8 +138,8 @@ def read_topology(text: str) -> Topology:
     if too_long or math.prod(shape) > math.prod(largest):
         several, sizes = slices * -(-math.prod(shape) // math.prod(largest)), "x".join(map(str, largest))
         raise ConfigError(
-            f"--topology={text} has slices of {parts[4]} ({math.prod(shape):,} chips), but the largest of {known.name} is "
-            f"{sizes} ({math.prod(largest):,}); write {f'{several}x' if several > 1 else ''}{parts[3]}:{sizes}, for "
+            f"--topology={text} has slices of {parts[4]} ({math.prod(shape):,} chips), but the largest of {known.name} "
+            f"is {sizes} ({math.prod(largest):,}); write {f'{several}x' if several > 1 else ''}{parts[3]}:{sizes}, for "
             f"{several * math.prod(largest):,} chips."
         )
     if known.switched and (len(shape) > 2 or shape[-1] > known.switched):
