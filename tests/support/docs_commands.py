@@ -261,6 +261,7 @@ PARSED = {
             "gspmd.py --layout ep --rows 0 1",
             "large.py",
             "one_gpu.py",
+            "rates.py",
             "tpu_compile.py --topology v5e:4x4 --mesh 4,2,2",
             "tpu_compile.py --topology v5p:2x2x4 --mesh 4,2,2",
             "data.py",
