@@ -604,7 +604,8 @@ class ShardingPlan:
     ) -> tuple[list[Bucket], list[Bucket], list[Bucket]]:
         """The messages of a layer's gradients in the order in which they are traced: the largest of weights that read
         the stream, those that go at any time, and those that are sent after the first. It is for what was compiled:
-        reduce-scatters of dense layers over data ranks alone, see `sends_small_gradients_last`."""
+        reduce-scatters of dense layers over data ranks alone, see `sends_small_gradients_last`. With context ranks it
+        gained nothing, and took memory."""
         is_mixture = any("experts" in row.compute.names for row in rows)
         is_compiled = self.fsdp.reduce == "float32" and self._ranks(("pp", "cp", "tp")) == 1 and not is_mixture
         if not (is_compiled and sends_small_gradients_last()):
