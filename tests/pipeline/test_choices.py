@@ -54,10 +54,10 @@ RING = dict(mesh=(1, 1, 2, 1, 2), context="ring")
 
 
 @functools.lru_cache(maxsize=1)  # cases of one model follow each other
-def plain(config, embeddings, seed):
+def plain(config, embeddings):
     """(batch, losses, gradients)"""
     model = build((1, 1, 1), **{key: getattr(config, key) for key in section("model")})
-    params, batches = values_of(model, embeddings), [make_batch(seed=number) for number in range(seed, 50)]
+    params, batches = values_of(model, embeddings), [make_batch(seed=seed) for seed in range(50)]
     chooses = config.has_mixtures or config.activation == CLAMPED
     batch = without_close_choices(config, params, batches) if chooses else batches[0]
     return batch, *plain_losses_and_grad(config, params, batch, Z_COEFFICIENT)
@@ -69,9 +69,9 @@ def values_of(model, embeddings):
     return params | {"embedding": {"table": embeddings * params["embedding"]["table"]}}
 
 
-def check(choice, embeddings=1.0, seed=0, **how):
+def check(choice, embeddings=1.0, **how):
     model = build(z_coefficient=Z_COEFFICIENT, **(CUT | how | choice))
-    batch, losses, expected = plain(model.config, embeddings, seed)
+    batch, losses, expected = plain(model.config, embeddings)
     metrics, grads, *_ = run_in_order(model.loss_and_grad, values_of(model, embeddings), batch)
     np.testing.assert_allclose((metrics["loss"], metrics["z_loss"]), losses, rtol=LOSS_ERROR)
     # The place of a router's load is empty where nothing reads it.
@@ -121,6 +121,4 @@ def test_queries_scaled_first_and_saved_means_of_norms_give_the_plain_models_gra
 @pytest.mark.parametrize("axis", AXES)
 @pytest.mark.parametrize("name", CHOICES | SCALED)
 def test_each_choice_gives_the_plain_models_gradients_on_each_axis(name, axis):
-    # With llama3's frequencies a row of the first batch amplifies rounding: on one device, too, gradients are then
-    # 1.8e-5 from those in float64, and each layer's, at exact inputs, 3.4e-7; with the next batch 1.6e-6.
-    check((CHOICES | SCALED)[name], seed=int(name == "llama3"), **AXES[axis])
+    check((CHOICES | SCALED)[name], **AXES[axis])

@@ -1,40 +1,57 @@
-"""Initial values are those that XLA draws, and tests' are distributed alike."""
+"""Initial values are those that XLA draws, distributed as the settings say."""
+
+import math
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.tiny_model import build, initial
+from support.tiny_model import build
+from test_runs import BACK
 
 from parallax.model.initial_values import BLOCK, Undrawable, drawn_by_numpy
 from parallax.sharding.layout import named_leaves
 
 NORMS = dict(norm_scale="one_plus", norm_bias=True, qk_norm=True)
 EXPERTS = dict(layers_of="dense moe*3", experts=4, experts_per_token=2, d_expert=16, shared_experts=1, shared_gate=True)
+PADDED = dict(vocab=61, vocab_multiple=64, tied=False)
 OF_KINDS = "near=(sliding_window=4, heads=4) far=(d_head=16, d_ff=96)"
 CONFIGS = {
-    "mla": dict(layers=4, attention="mla", d_latent_q=16, vocab=61, tied=False, router_shift=True) | EXPERTS,
+    "mla": dict(layers=4, attention="mla", d_latent_q=16, router_shift=True) | PADDED | EXPERTS,
     "gqa": dict(layers=8, attention="gqa", qkv_bias=True, out_bias=True) | NORMS,
     "zeros": dict(layers=8, attention="gqa", sinks=True, qk_norm=True, qk_norm_scale="one_plus", init_out="zeros"),
     "kinds": dict(layers=4, attention="gqa", layers_of="(near far)*2", kinds=OF_KINDS),
 }
 
 
+def deviation_of(path, dims, row, config):
+    """The standard deviation of a parameter's initial values; 0 if all are the same."""
+    if row.spec.role == "table":
+        return 0.02
+    is_back = path.endswith(BACK)
+    if row.spec.role != "weight" or (is_back and config.init_out == "zeros"):
+        return 0
+    fan_in = math.prod(dims[dim] for dim in row.spec.inputs)
+    return (fan_in * (2 * config.layers if is_back else 1)) ** -0.5
+
+
 @pytest.mark.parametrize("name", CONFIGS)
-def test_values_are_distributed_as_init_draws_them(name):
+def test_values_are_distributed_as_the_settings_say(name):
     model = build((1, 1, 1), **CONFIGS[name])
-    found, drawn = (named_leaves(jax.tree.map(np.asarray, tree)) for tree in (initial(model.config), model.init(0)))
-    assert found.keys() == drawn.keys()
-    for path, expected in drawn.items():
-        assert (found[path].shape, found[path].dtype) == (expected.shape, expected.dtype)
-        np.testing.assert_array_equal(found[path] == 0, expected == 0, err_msg=path)
-        if expected.std() == 0:
-            np.testing.assert_array_equal(found[path], expected, err_msg=path)
-        else:  # as close as two samples of so many numbers are
-            error, deviation = 5 * expected[expected != 0].size ** -0.5, float(expected.std())
-            assert found[path].std() == pytest.approx(deviation, rel=error), path
-            assert found[path].mean() == pytest.approx(float(expected.mean()), abs=2 * error * deviation), path
+    values_of, rows = (named_leaves(tree) for tree in (model.init(0), model.plan.rows))
+    for path, values in jax.tree.map(np.asarray, values_of).items():
+        row, entries = rows[path], model.config.vocab if path.endswith("table") else None
+        deviation = deviation_of(path, dict(zip(row.at_rest.names, values.shape, strict=True)), row, model.config)
+        if deviation:
+            error = 5 * values[:entries].size ** -0.5  # five standard errors of the mean, seven of the deviation
+            assert values[:entries].std() == pytest.approx(deviation, rel=error), path
+            assert values[:entries].mean() == pytest.approx(0, abs=error * deviation), path
+            assert entries is None or not values[entries:].any()
+        else:
+            scale = "qk_norm_scale" if path.endswith(("q_norm/scale", "k_norm/scale")) else "norm_scale"
+            expected = row.spec.role == "norm" and getattr(model.config, scale) == "direct"
+            np.testing.assert_array_equal(values, float(expected), err_msg=path)
 
 
 ADAPTED = dict(layers=4, attention="gqa", lora_rank=4)

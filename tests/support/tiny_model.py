@@ -2,15 +2,12 @@
 
 import dataclasses
 import functools
-import math
-import zlib
 
 import jax
 import numpy as np
 
 from configs.base import get_config
 from parallax.config.sections import (
-    ONE_PLUS,
     DataParallelConfig,
     FsdpConfig,
     LayoutConfig,
@@ -22,12 +19,9 @@ from parallax.config.sections import (
 )
 from parallax.config.settings import default_settings
 from parallax.model.batch import IGNORED
-from parallax.model.embedding import INITIAL_STD
 from parallax.pipeline import ShardedModel
 from parallax.sharding.activations import RESIDUALS
-from parallax.sharding.layers_on_ranks import stacks_of
 from parallax.sharding.mesh import make_mesh
-from parallax.sharding.parameter import Role, is_declared
 
 VOCAB, SEQ, ROWS = 64, 16, 64
 MODEL = dict(
@@ -90,48 +84,9 @@ def settings_of(**changes):
 
 @functools.cache
 def initial(model_config):
-    """Values distributed as those of `init`, drawn by NumPy: XLA takes half a second to compile a config's draw."""
+    """The values of `init(0)`, on the host."""
     model = build((1, 1, 1), **{key: getattr(model_config, key) for key in section("model")})
-    if model_config.has_user_code or model_config.lora_rank:
-        return jax.tree.map(np.asarray, model.init(0))
-    kinds = np.asarray(model_config.layer_kinds)
-    layers_of = {stack: np.flatnonzero(kinds == kind) for kind, stack in stacks_of(model_config.layer_kinds).items()}
-
-    def draw(path, leaf):
-        name, stack = jax.tree_util.keystr(path, simple=True, separator="/"), leaf.spec.stack
-        if not stack:
-            values = _normal(name, 0, leaf.value.shape)
-        else:
-            layer = name.removeprefix(stack)
-            values = np.stack([_normal(layer, index, leaf.value.shape[1:]) for index in layers_of[stack]])
-        mean, deviation = _distribution(name, leaf, model_config)
-        values = mean + deviation * values
-        if leaf.spec.role == Role.TABLE:
-            values[model_config.vocab :] = 0
-        return values.astype(leaf.value.dtype)
-
-    return jax.tree_util.tree_map_with_path(draw, model.parts.declared(), is_leaf=is_declared)
-
-
-def _normal(name, layer, shape):
-    return np.random.default_rng([zlib.crc32(name.encode()), layer]).normal(size=shape)
-
-
-def _distribution(name, leaf, model_config):
-    """(mean, standard deviation) of the initial values of a parameter, as declared."""
-    match leaf.spec.role:
-        case Role.TABLE:
-            return 0.0, INITIAL_STD
-        case Role.NORM:
-            is_of_heads = "/q_norm/" in name or "/k_norm/" in name
-            scaling = model_config.qk_norm_scale if is_of_heads else model_config.norm_scale
-            return float(scaling != ONE_PLUS), 0.0
-        case Role.WEIGHT:
-            dims = dict(zip(leaf.layout.names, leaf.value.shape))
-            fan_in = math.prod(dims[dim] for dim in leaf.spec.inputs)
-            of_out = 0.0 if model_config.init_out == "zeros" else (2 * model_config.layers) ** -0.5
-            return 0.0, fan_in**-0.5 * (of_out if leaf.layout.names[-1] == "d_model" else 1.0)
-    return 0.0, 0.0
+    return jax.tree.map(np.asarray, model.init(0))
 
 
 def params_of(model):
