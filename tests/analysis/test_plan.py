@@ -995,7 +995,7 @@ def test_a_plan_that_nothing_makes_fit_is_told_what_saves_most(monkeypatch):
     now = predict(tiny(), PAIR)
     half, third = now.peak_bytes // 2, now.peak_bytes // 3
     priced = [Change({"larger": 1}, half, -0.5), Change({"less": 1}, -third, 0.1), Change({"least": 1}, -half, -0.1)]
-    monkeypatch.setattr(plan_module, "_priced", lambda *args: priced)
+    monkeypatch.setattr(plan_module, "priced_changes", lambda *args: priced)
     monkeypatch.setattr(plan_module.Prices, "price", lambda *args: None)
     tight = PAIR._replace(chip=PAIR.chip._replace(usable_bytes=now.peak_bytes // 4))
     assert [key for change in helpful_changes(tiny(), tight, now) for key in change.values] == ["least", "less"]
@@ -1008,7 +1008,7 @@ def test_a_plan_that_does_not_fit_names_first_what_makes_it_fit(monkeypatch):
     half, third = now.peak_bytes // 2, now.peak_bytes // 3
     effects = {"slow": (-half, 0.3), "nearest": (-third, -0.2), "quick": (-half - 1, 0.1), "far": (-third + 1, -0.5)}
     priced = [Change({key: 1}, *effect) for key, effect in {**effects, "larger": (third, -0.5)}.items()]
-    monkeypatch.setattr(plan_module, "_priced", lambda *args: priced)
+    monkeypatch.setattr(plan_module, "priced_changes", lambda *args: priced)
     tight = PAIR._replace(chip=PAIR.chip._replace(usable_bytes=now.peak_bytes - half))
     shown = [key for change in helpful_changes(tiny(), tight, now) for key in change.values]
     assert shown == ["quick", "slow", "nearest", "far"]
