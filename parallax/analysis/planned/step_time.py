@@ -500,7 +500,7 @@ def by_axes(sent: Iterable[CollectiveTime], sizes: Mapping[str, int]) -> dict[st
     """Seconds of messages by those of their axes that have several ranks."""
     secs: dict[str, float] = {}
     for message in sent:
-        axes = " ".join(axis for axis in message.axes.split() if sizes[axis] > 1)
+        axes = " ".join(axis for axis in message.axes.split() if sizes.get(axis, 1) > 1)
         secs[axes] = secs.get(axes, 0) + message.secs
     return secs
 
