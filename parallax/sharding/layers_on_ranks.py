@@ -56,7 +56,7 @@ class Arrangement:
         """Layers of the largest stage, which is the number of places of every stage."""
         return max(self.sizes)
 
-    @property
+    @cached_property
     def sizes(self) -> list[int]:
         """Layers of each stage."""
         stages = np.array_split(np.arange(len(self.kinds)), len(self.placement))

@@ -604,11 +604,12 @@ class ShardingPlan:
     ) -> tuple[list[Bucket], list[Bucket], list[Bucket]]:
         """The messages of a layer's gradients in the order in which they are traced: the largest of weights that read
         the stream, those that go at any time, and those that are sent after the first. It is for what was compiled:
-        reduce-scatters of dense layers over data ranks alone, see `sends_small_gradients_last`. With context ranks it
-        gained nothing, and took memory."""
+        reduce-scatters of dense layers that are trained whole, over data ranks of one slice. With context ranks it
+        gained nothing, and took memory. See `sends_small_gradients_last`."""
         is_mixture = any("experts" in row.compute.names for row in rows)
-        is_compiled = self.fsdp.reduce == "float32" and self._ranks(("pp", "cp", "tp")) == 1 and not is_mixture
-        if not (is_compiled and sends_small_gradients_last()):
+        is_whole = all(grad is not None for grad in grads)  # none frozen, and none added by another pass
+        on_data_ranks = self.fsdp.reduce == "float32" and self._ranks(("replica", "pp", "cp", "tp")) == 1
+        if not (is_whole and on_data_ranks and not is_mixture and sends_small_gradients_last()):
             return [], [*messages], []
         entries = {message: sum(grads[index].size for index in message.members) for message in messages}
         # Not of `down`: its product begins the backward pass, where links are busy with gathers.

@@ -52,11 +52,14 @@ from parallax.analysis.planned.plan import (
     nothing_fits_lines,
     passed_over_lines,
     plan_heading,
+    priced_changes,
     sets_table,
     single_changes,
     smaller_microbatches,
     sweep_table,
+    tensor_forms,
     verdict,
+    without_repeats,
 )
 from parallax.analysis.planned.step_time import (
     CompiledStep,
@@ -236,7 +239,7 @@ def test_of_one_microbatch_the_layers_messages_are_of_the_ticks_as_of_several(po
         eight = at_once(read_topology("v5e:2x4"))
         traced = traced_work(model_on_topology(settings, eight), settings)
         sent = messages(traced.sent, eight, settings, traced.per_use)
-        return by_axes(message for message in sent if message.ticking)
+        return by_axes((message for message in sent if message.ticking), settings.mesh.sizes)
 
     one, four = ticking(1), ticking(4)
     assert one["tp"] == pytest.approx(four["tp"]) and one["tp"] > 0
@@ -1001,6 +1004,33 @@ def test_token_streams_are_proposed_to_tpus_with_tensor_ranks_and_are_faster_the
     assert [first.split()[0], second.strip()] == flags.split(maxsplit=1) and max(map(len, (first, second))) <= 100
 
 
+def test_tensor_ranks_are_proposed_to_tpus_with_the_faster_of_both_forms(monkeypatch):
+    settings, streams = tiny(model_d_model=256, model_d_ff=1024, data_seq=512), "layout.tensor_parallel"
+    alone, keys = {"mesh.dp": 1, "mesh.tp": 2}, {"layout.residual": "batch/dp seq/tp d_model"}
+    forms = [alone, alone | {streams: "streams"} | keys]
+    assert tensor_forms(alone, settings, PAIR) == forms
+    assert tensor_forms(alone, settings, read_topology("H100:2")) == forms[:1]
+    assert tensor_forms({"pipeline.remat": "none"}, settings, PAIR) == [{"pipeline.remat": "none"}]
+    prices = Prices(settings, PAIR, predict(settings, PAIR))
+    plain, streamed = map(prices.price, forms)
+    assert streamed.secs < plain.secs
+    monkeypatch.setattr("parallax.analysis.planned.plan.single_changes", lambda settings, topology: [alone])
+    assert streamed in priced_changes(prices) and plain not in priced_changes(prices)
+
+
+def test_a_change_that_a_part_of_it_equals_is_not_shown():
+    part, more = {"data_parallel.exceptions": ""}, {"data_parallel.exceptions": "", "fsdp.prefetch": 1}
+    shown, equal = Change(part, -100, 0.01), Change(more, -100, 0.01)
+    faster, smaller = Change(more, -100, -0.01), Change(more, -200, 0.01)
+    assert without_repeats([equal, shown]) == [shown]
+    assert without_repeats([shown, faster]) == [shown, faster] and without_repeats([shown, smaller]) == [shown, smaller]
+
+
+def test_messages_are_named_by_their_axes_of_several_ranks():
+    step = predict(tiny(), PAIR)
+    assert [*step.exposed_secs] == ["dp"] and step.exposed_secs["dp"] > 0
+
+
 @pytest.mark.parametrize(("schedule", "virtual"), [("one_f_one_b", 1), ("interleaved", 2)])
 def test_a_plan_of_a_pipeline_proposes_none_in_place_of_it(schedule, virtual):
     """A schedule does nothing there, and is refused."""
@@ -1014,7 +1044,7 @@ def test_a_plan_that_nothing_makes_fit_is_told_what_saves_most(monkeypatch):
     now = predict(tiny(), PAIR)
     half, third = now.peak_bytes // 2, now.peak_bytes // 3
     priced = [Change({"larger": 1}, half, -0.5), Change({"less": 1}, -third, 0.1), Change({"least": 1}, -half, -0.1)]
-    monkeypatch.setattr(plan_module, "_priced", lambda *args: priced)
+    monkeypatch.setattr(plan_module, "priced_changes", lambda *args: priced)
     monkeypatch.setattr(plan_module.Prices, "price", lambda *args: None)
     tight = PAIR._replace(chip=PAIR.chip._replace(usable_bytes=now.peak_bytes // 4))
     assert [key for change in helpful_changes(tiny(), tight, now) for key in change.values] == ["least", "less"]
@@ -1027,7 +1057,7 @@ def test_a_plan_that_does_not_fit_names_first_what_makes_it_fit(monkeypatch):
     half, third = now.peak_bytes // 2, now.peak_bytes // 3
     effects = {"slow": (-half, 0.3), "nearest": (-third, -0.2), "quick": (-half - 1, 0.1), "far": (-third + 1, -0.5)}
     priced = [Change({key: 1}, *effect) for key, effect in {**effects, "larger": (third, -0.5)}.items()]
-    monkeypatch.setattr(plan_module, "_priced", lambda *args: priced)
+    monkeypatch.setattr(plan_module, "priced_changes", lambda *args: priced)
     tight = PAIR._replace(chip=PAIR.chip._replace(usable_bytes=now.peak_bytes - half))
     shown = [key for change in helpful_changes(tiny(), tight, now) for key in change.values]
     assert shown == ["quick", "slow", "nearest", "far"]

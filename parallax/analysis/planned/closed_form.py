@@ -31,6 +31,7 @@ from parallax.analysis.planned.parts import (
     GATHERS,
     Counts,
     Ends,
+    HeldByPlan,
     LayerCosts,
     PassPrograms,
     Place,
@@ -39,6 +40,7 @@ from parallax.analysis.planned.parts import (
     TracedLayer,
     added,
     bytes_of,
+    held_by_plan,
     layer_costs,
     messages_of_ticks,
     pass_programs,
@@ -85,6 +87,12 @@ class Moves(NamedTuple):
     per_use: SentPerUse
     trained: float
     read_by_update: int
+
+
+class Weights(NamedTuple):
+    """Memory that follows from the mesh and the sharding policy."""
+
+    by_plan: HeldByPlan
     parameters: int
     optimizer: int
     host: HostMemory
@@ -145,7 +153,7 @@ class ClosedForm:
             raise ConfigError(f"data.global_batch={batch} does not divide over {choice.mesh} and {many} microbatches.")
         timed = choice.as_timed
         settings = self._kept(("settings", timed), lambda: timed.applied(self.settings))
-        return estimate(settings, self.topology, self.memory(choice), self.work(choice), self.moves(choice).host)
+        return estimate(settings, self.topology, self.memory(choice), self.work(choice), self.weights(choice).host)
 
     def work(self, choice: Choice) -> TracedWork:
         """What `traced_work` finds in the step of a layout."""
@@ -182,22 +190,21 @@ class ClosedForm:
 
     def memory(self, choice: Choice) -> Memory:
         """About what `predicted_memory` finds: the largest buffers, as if all were held at once."""
-        moves = self.moves(choice)
-        rest = moves.rest
-        return self.memory_without_moves(choice)._replace(
-            parameters=moves.parameters,
-            optimizer=moves.optimizer,
-            gradients=rest.grads,
-            gathered_weights=rest.gathered + rest.resident,
+        weights = self.weights(choice)
+        return self.memory_without_weights(choice)._replace(
+            parameters=weights.parameters,
+            optimizer=weights.optimizer,
+            gradients=weights.by_plan.grads,
+            gathered_weights=weights.by_plan.gathered + weights.by_plan.resident,
         )
 
-    def memory_without_moves(self, choice: Choice) -> Memory:
+    def memory_without_weights(self, choice: Choice) -> Memory:
         """The same without parameters, states, sums of gradients and gathered weights."""
         schedule, placed, x = self.schedule(choice), self.arrangement(choice), self.stream(choice)
         layers = {key: self.layer(choice, *key) for key in self.layers_of_first_rank(choice)}
         saved = schedule.slots["F to B"] * x * (choice.remat == "stage")
         for kind, name in enumerate(self.settings.model.blocks):
-            places = max(Arrangement(placed.placement, placed.kinds, name).sizes)
+            places = self._places(placed, name)
             saved += places * max(
                 (held_in(schedule, layer) for (other, _), layer in layers.items() if other == kind), default=0
             )
@@ -218,16 +225,29 @@ class ClosedForm:
     # ---- parts that layouts share
 
     def moves(self, choice: Choice) -> Moves:
-        """What the sharding plan of a layout moves. Of the places of stages it follows only from how many layers a rank
-        has, and whether they are those that it stores."""
-        few = with_few_microbatches(choice)
-        schedule, placed = self.schedule(few), self.arrangement(choice)
-        each = tuple((order.numbers.shape, order.in_order) for order in self._orders(placed).values())
-        key = "moves", *choice.sharding, choice.context, choice.order, schedule.head, each
-        moves = self._kept(key, lambda: self._moves(few._replace(prefetch=0)))
+        """What the sharding plan of a layout moves."""
+        moves = self._kept(("moves", *self._moved_as(choice)), lambda: self._moves(choice))
         if choice.prefetch and not (moves.per_use.weights and any(self.ahead(choice))):
-            self._kept(("ahead", *choice.sharding, schedule.placement), lambda: self._model(few))  # it may refuse them
+            few = with_few_microbatches(choice)
+            key = "ahead", *choice.sharding, self.schedule(few).placement
+            self._kept(key, lambda: self._model(few))  # it may refuse them
         return moves
+
+    def weights(self, choice: Choice) -> Weights:
+        """What the sharding plan of a layout holds. Nothing that it moves is traced for that."""
+        return self._kept(("moves", "weights", *self._moved_as(choice)), lambda: self._weights(choice))
+
+    def _moved_as(self, choice: Choice) -> tuple:
+        """All that follows from the sharding plan follows from this. Of the places of stages it is only how many layers
+        a rank has, and whether they are those that it stores."""
+        schedule, placed = self.schedule(with_few_microbatches(choice)), self.arrangement(choice)
+        each = tuple((order.numbers.shape, order.in_order) for order in self._orders(placed).values())
+        return *choice.sharding, choice.context, choice.order, schedule.head, each
+
+    def model(self, choice: Choice) -> ShardedModel:
+        """A model with the sharding plan of a layout. Raises ParallaxError if that is not legal."""
+        few = with_few_microbatches(choice)._replace(prefetch=0)
+        return self._kept(("moves", "model", *self._moved_as(choice)), lambda: self._model(few))
 
     def ahead(self, choice: Choice) -> list[int]:
         """Of each kind, the runs of layers in a stage in which the next layer can be gathered ahead."""
@@ -238,6 +258,11 @@ class ClosedForm:
             return [sum(run.kinds == (kind,) for run in every) for kind in range(len(self._orders(placed)))]
 
         return self._kept(("ahead", placed.placement), runs)
+
+    def _places(self, placed: Arrangement, kind: str) -> int:
+        """Most layers of a kind that a rank has in one stage."""
+        key = "places", placed.placement, kind
+        return self._kept(key, lambda: max(Arrangement(placed.placement, placed.kinds, kind).sizes))
 
     def _orders(self, placed: Arrangement) -> dict[str, Arrangement]:
         return self._kept(("orders", placed.placement), lambda: arrangements(placed.placement, placed.kinds))
@@ -250,6 +275,10 @@ class ClosedForm:
             return bytes_of([layer.forward.in_avals[layer.weights]])
 
         return self._on_line(at_rows, self.rows_of(choice))
+
+    def uses_of_tables(self, choice: Choice) -> int:
+        """How often a step uses them: for each microbatch, or for all together."""
+        return 1 if self.schedule(choice).head == "between" else choice.microbatches
 
     def ends(self, choice: Choice) -> Ends:
         """Costs of embedding and head."""
@@ -333,18 +362,17 @@ class ClosedForm:
         return model_on_topology(choice.applied(self.settings), self.topology)
 
     def _moves(self, choice: Choice) -> Moves:
-        model = self._model(choice)
-        settings = model.settings
-        state = predicted_state(model)
-        return Moves(
-            traced_rest(model, settings.data.global_batch, settings.data.seq),
-            SentPerUse.of(model.plan),
-            model.plan.trained,
-            read_by_update(model.plan),
-            bytes_on_device(state.params),
-            bytes_on_device(state.opt_state),
-            predicted_host_memory(model, settings),
-        )
+        model = self.model(choice)
+        data, plan = model.settings.data, model.plan
+        rest = traced_rest(model, data.global_batch, data.seq)
+        return Moves(rest, SentPerUse.of(plan), plan.trained, read_by_update(plan))
+
+    def _weights(self, choice: Choice) -> Weights:
+        model = self.model(choice)
+        settings, state = model.settings, predicted_state(model)
+        by_plan = held_by_plan(model, settings.data.global_batch, settings.data.seq)
+        sizes = bytes_on_device(state.params), bytes_on_device(state.opt_state)
+        return Weights(by_plan, *sizes, predicted_host_memory(model, settings))
 
     def _ends(self, choice: Choice, rows: int) -> Ends:
         """Those of a layout with so many rows of a microbatch on a device."""

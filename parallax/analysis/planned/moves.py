@@ -17,19 +17,19 @@ from parallax.sharding.plan import DATA_AXES, FLOAT32_BYTES, ParameterPlan, Shar
 
 
 class Move(NamedTuple):
-    """What a device sends over some data axes in one move of all layers' weights or gradients. A gradient that several
-    ranks hold at rest is summed once a step."""
+    """What a device sends over some data axes in one move of weights or gradients, of all layers or of tables. A
+    gradient that several ranks hold at rest is summed once a step."""
 
     name: str  # "load" | "use" | "add_up" | "store" | "sum"
     kind: str  # as in Sent
     axes: tuple[str, ...]
 
 
-def moves(plan: ShardingPlan) -> dict[Move, int]:
-    """Bytes that a device sends in each move."""
+def moves(plan: ShardingPlan, *, of_tables: bool = False) -> dict[Move, int]:
+    """Bytes that a device sends in each move; `of_tables` those of embedding and head instead."""
     sent: Counter[Move] = Counter()
     kind = "reduce-scatter" if plan.fsdp.reduce == "float32" else "all-to-all"
-    for row, size in _layers(plan):
+    for row, size in _rows(plan, of_layers=not of_tables):
         weights = jnp.dtype(row.travels or jnp.float32).itemsize
         moved = [("load", "all-gather", row.staged, row.resident, weights)]
         moved += [("use", "all-gather", row.resident, row.compute, weights)]
@@ -102,9 +102,13 @@ class SentPerUse(NamedTuple):
 
 
 def _layers(plan: ShardingPlan) -> Iterator[tuple[ParameterPlan, int]]:
-    """The rows of layers, with the number of entries on all devices."""
+    return _rows(plan, of_layers=True)
+
+
+def _rows(plan: ShardingPlan, *, of_layers: bool) -> Iterator[tuple[ParameterPlan, int]]:
+    """The rows of layers, or all others, with the number of entries on all devices."""
     for row, leaf in zip(jax.tree.leaves(plan.rows), jax.tree.leaves(plan.shapes), strict=True):
-        if row.spec.stack:
+        if bool(row.spec.stack) == of_layers:
             yield row, leaf.size
 
 

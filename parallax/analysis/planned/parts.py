@@ -301,11 +301,16 @@ class Ends(NamedTuple):
 
 class Rest(NamedTuple):
     """The costs of a step besides those of layers' passes and of its ends: of what the plan moves for a layer of each
-    kind and a microbatch, for each microbatch, and once. And bytes."""
+    kind and a microbatch, for each microbatch, and once."""
 
     each_layer: list[Counts]
     each_microbatch: Counts
     once: Counts
+
+
+class HeldByPlan(NamedTuple):
+    """Bytes on a device that the plan holds during a step."""
+
     grads: int  # sums of gradients
     resident: int  # weights that are gathered or cast for all of a step
     gathered: int  # weights of a layer
@@ -324,25 +329,40 @@ def traced_ends(model: ShardedModel, rows: int, seq: int) -> Ends:
 
 def traced_rest(model: ShardedModel, rows: int, seq: int) -> Rest:
     """What the plan moves, for the same batch."""
-    sizes: Counter[str] = Counter()
 
     def step(params: Any, batch: Any, noise: Array) -> list[Array]:
         schedule, ends, layers, *_ = pipeline_of(model, params, batch, noise, "parts")
         out, grads = [], {}
         for kind, (weights, stack) in enumerate(zip(layers.weights, model.orders, strict=True)):
             with jax.named_scope(f"{EACH_LAYER} {kind}"):
-                used, grads[stack], gathered_bytes = _moved(model, weights, stack, layers.rounding)
+                used, grads[stack] = _moved(model, weights, stack, layers.rounding)
             out += used
-            sizes["resident"] += _copied_bytes(weights.resident, entry(params, stack))
-            sizes["gathered"] = max(sizes["gathered"], gathered_bytes)
         of_ends, metrics = _ends(ends, schedule)
-        sizes["grads"] = bytes_of([grads, of_ends])
-        sizes["resident"] += sum(_copied_bytes(part, params[name]) for name, part in ends.weights.items())
         return [*out, *jax.tree.leaves([metrics, model.plan.store(of_ends | grads)])]
 
     by_scope = _counted_by_scope(step, model, rows, seq, lambda place: place.of_plan or OF_ENDS not in place.stack)
     each_layer = [by_scope[f"{EACH_LAYER} {kind}"] for kind in range(len(model.orders))]
-    return Rest(each_layer, by_scope[EACH_MICROBATCH], by_scope[""], **sizes)
+    return Rest(each_layer, by_scope[EACH_MICROBATCH], by_scope[""])
+
+
+def held_by_plan(model: ShardedModel, rows: int, seq: int) -> HeldByPlan:
+    """What the plan holds, for the same batch."""
+    held: list[HeldByPlan] = []
+
+    def start(params: Any, batch: Any, noise: Array) -> Array:
+        _, ends, layers, *_ = pipeline_of(model, params, batch, noise, "parts")
+        grads, resident, gathered = [ends.zero_grads()], 0, 0
+        for weights, stack in zip(layers.weights, model.orders, strict=True):
+            grads.append(model.plan.zero_grads(stack, weights.resident))
+            resident += _copied_bytes(weights.resident, entry(params, stack))
+            gathered = max(gathered, bytes_of(weights.gathered(jnp.int32(0))["params"]))
+        resident += sum(_copied_bytes(part, params[name]) for name, part in ends.weights.items())
+        held.append(HeldByPlan(bytes_of(grads), resident, gathered))
+        return jnp.float32(0)
+
+    local = jax.shard_map(start, out_specs=P(), **model.on_mesh)
+    jax.eval_shape(local, model.shapes, _batch(rows, seq), jax.ShapeDtypeStruct((2,), jnp.int32))
+    return held[0]
 
 
 def _counted_by_scope(
@@ -363,9 +383,8 @@ def _counted_by_scope(
     return by_scope
 
 
-def _moved(model: ShardedModel, weights: Any, stack: str, rounding: Any) -> tuple[list[Array], Any, int]:
-    """A layer's weights gathered for F and for B, with what its products read; its gradients added to zeros; and the
-    bytes of its weights."""
+def _moved(model: ShardedModel, weights: Any, stack: str, rounding: Any) -> tuple[list[Array], Any]:
+    """A layer's weights gathered for F and for B, with what its products read, and its gradients added to zeros."""
     arrays = []
     for scope in (FORWARD, BACKWARD):
         with jax.named_scope(scope), jax.named_scope(GATHERS):
@@ -379,7 +398,7 @@ def _moved(model: ShardedModel, weights: Any, stack: str, rounding: Any) -> tupl
     zeros = model.plan.zero_grads(stack, weights.resident)
     with jax.named_scope(BACKWARD):
         grads = model.plan.add_up(stack, zeros, 0, gradients, layer=jnp.int32(0), key=rounding)
-    return arrays, grads, bytes_of(gathered["params"])
+    return arrays, grads
 
 
 def _by_product(weight: Array) -> Array:

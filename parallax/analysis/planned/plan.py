@@ -242,7 +242,7 @@ def helpful_changes(
     traced steps. `show` is called with the number of changes priced so far and the number of all.
     """
     prices = Prices(settings, topology, now)
-    changes = list(_priced(prices, show))
+    changes = without_repeats([*priced_changes(prices, show)])
     while guessed := [change for change in best_alone(changes, prices)[0] if not change.is_traced]:
         traced = [prices.traced(change.values) for change in guessed]
         changes = [change for change in changes if change not in guessed] + [change for change in traced if change]
@@ -299,14 +299,25 @@ def best_together(prices: Prices, faster: Sequence[Change]) -> list[Change]:
     return [then._replace(together=change.together) for change, then in zip(shown, traced) if then]
 
 
-def _priced(prices: Prices, show: Callable[[int, int], None]) -> Iterator[Change]:
+def without_repeats(changes: Sequence[Change]) -> list[Change]:
+    """The changes but for those of which a part does as much."""
+
+    def repeats(change: Change) -> bool:
+        parts = (other for other in changes if other.values.items() < change.values.items())
+        return any(part.secs <= change.secs + LEAST_GAIN and part.bytes <= change.bytes for part in parts)
+
+    return [change for change in changes if not repeats(change)]
+
+
+def priced_changes(prices: Prices, show: Callable[[int, int], None] = lambda done, of: None) -> Iterator[Change]:
+    """All single changes that are legal, with their effects; of those to tensor ranks the faster form."""
     tried = list(single_changes(prices.settings, prices.topology))
     finer = ({"pipeline.remat": remat} for remat in faster_sets(prices))
     tried += [values for values in finer if values not in tried]
     for done, values in enumerate(tried):
         show(done, len(tried))
-        if priced := prices.price(values):
-            yield priced
+        forms = map(prices.price, tensor_forms(values, prices.settings, prices.topology))
+        yield from sorted(filter(None, forms), key=attrgetter("secs"))[:1]
     if prices.free_bytes < 0:
         yield from smaller_microbatches(prices)
 
@@ -365,9 +376,8 @@ def single_changes(settings: Settings, topology: Topology) -> Iterator[dict[str,
             or not hides_exchanges(chip.name, topology.slice_chips)
         ):
             yield {"fsdp.reduce": "float32"}
-    if layout.tp > 1 and topology.is_tpu and settings.layout.tensor_parallel == "column_row":
-        by_token = {"layout.residual": RESIDUAL_VALUES[1]} if settings.layout.residual == RESIDUAL_VALUES[0] else {}
-        yield {"layout.tensor_parallel": STREAMS} | by_token
+    if layout.tp > 1 and (streams := to_streams(settings, topology)):
+        yield streams
     if settings.fsdp.bucket == "parameter" and layout.data_ranks > 1:
         yield {"fsdp.bucket": "module"}
     now = _exchange(settings, topology)
@@ -400,6 +410,21 @@ def single_changes(settings: Settings, topology: Topology) -> Iterator[dict[str,
     where |= {f"pipeline.{key}": getattr(settings.pipeline, key) for key in ("residuals_on", "grads_on")}
     # Only if the speed of the chip's link to the host is known.
     yield from ({key: HOST} for key, memory in where.items() if chip.host_bandwidth and memory != HOST)
+
+
+def to_streams(settings: Settings, topology: Topology) -> dict[str, Any]:
+    """The keys that make token streams of columns and rows, on TPUs; none elsewhere."""
+    if not topology.is_tpu or settings.layout.tensor_parallel != "column_row":
+        return {}
+    by_token = {"layout.residual": RESIDUAL_VALUES[1]} if settings.layout.residual == RESIDUAL_VALUES[0] else {}
+    return {"layout.tensor_parallel": STREAMS} | by_token
+
+
+def tensor_forms(values: Mapping[str, Any], settings: Settings, topology: Topology) -> list[Mapping[str, Any]]:
+    """A change of keys, and if it is to another number of tensor ranks, the same with token streams, where these are
+    worth trying."""
+    streams = to_streams(settings, topology) if values.get("mesh.tp", 1) > 1 else {}
+    return [values, *[{**values, **streams}] * bool(streams)]
 
 
 def _exchange(settings: Settings, topology: Topology) -> str:

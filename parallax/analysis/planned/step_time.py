@@ -364,7 +364,7 @@ def estimate(
         components=held._asdict(),
         work_secs=work,
         recompute_secs=sum(secs for direction, secs in timed if direction == "recompute"),
-        exposed_secs=by_axes(exposed),
+        exposed_secs=by_axes(exposed, settings.mesh.sizes),
         hidden_secs=hidden + sum(beside),
         update_secs=update,
         bubble=bubble,
@@ -551,11 +551,12 @@ def hidden_secs(work: float, sent: float) -> float:
     return -work * math.expm1(-sent / work) if work else 0.0
 
 
-def by_axes(sent: Iterable[CollectiveTime]) -> dict[str, float]:
-    """Seconds of messages by axes."""
+def by_axes(sent: Iterable[CollectiveTime], sizes: Mapping[str, int]) -> dict[str, float]:
+    """Seconds of messages by those of their axes that have several ranks."""
     secs: dict[str, float] = {}
     for message in sent:
-        secs[message.axes] = secs.get(message.axes, 0) + message.secs
+        axes = " ".join(axis for axis in message.axes.split() if sizes.get(axis, 1) > 1)
+        secs[axes] = secs.get(axes, 0) + message.secs
     return secs
 
 

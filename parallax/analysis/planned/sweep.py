@@ -17,7 +17,7 @@ import operator
 import time
 from bisect import bisect_right, insort
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -88,16 +88,19 @@ from parallax.version import code_version, version_of
 SCORES_MOVED, FLOAT32_SCORES_MOVED = 4, 3
 
 
-LAYERS = "layers"  # stands for the modules of a layer
+LAYERS, TABLES = "layers", "tables"  # stand for the modules of a layer, and of both ends
 PER_USE = SentPerUse(*[frozenset([LAYERS])] * 3)
 
 
 class LayersOnMesh(NamedTuple):
-    """What a sharding plan keeps of the layers' parameters on a device, and sends: see `moves`."""
+    """What a sharding plan keeps of the layers' parameters on a device, and sends: see `moves`. Also what it sends of
+    tables at each use, and whether it can round sums of gradients as it should."""
 
     pieces: int
     bytes: int
     moves: dict[Move, int]
+    of_tables: dict[Move, int]
+    is_legal: bool
 
 
 class LeastWork:
@@ -177,7 +180,12 @@ class LeastWork:
         axis_sizes = dict(zip(CHOSEN_AXES, sizes)) | unchosen_sizes(self.settings.mesh)
         pipeline = dataclasses.replace(self.plan.pipeline, grads_dtype=sums[0], grads_on=sums[1])
         plan = dataclasses.replace(self.plan, policies=policies, axis_sizes=axis_sizes, orders={}, pipeline=pipeline)
-        return LayersOnMesh(most_pieces(plan), bytes_in_step(plan), moves(plan))
+        tables = {move: size for move, size in moves(plan, of_tables=True).items() if move.name in ("use", "add_up")}
+        try:
+            plan.check_grads()
+        except ConfigError:
+            return LayersOnMesh(most_pieces(plan), bytes_in_step(plan), moves(plan), tables, is_legal=False)
+        return LayersOnMesh(most_pieces(plan), bytes_in_step(plan), moves(plan), tables, is_legal=True)
 
     def _products_with(self, remat: str) -> list[OpCost]:
         """Least work per token: products with weights, attention, recomputed products, and writes of residuals.
@@ -214,6 +222,11 @@ class LeastWork:
             Sent(move.kind, move.axes, size, uses.get(move.name, 1), "forward", LAYERS * (move.name in uses), "")
             for move, size in self.layers_of(*choice.sharding).moves.items()
         ]
+
+    def of_tables(self, choice: Choice, uses: int) -> list[Sent]:
+        """What the plan sends of tables if a step uses them so often, and no pipeline rank has a part of one."""
+        sent = self.layers_of(*choice.sharding).of_tables.items()
+        return [Sent(move.kind, move.axes, size, uses, "forward", TABLES, "") for move, size in sent]
 
     def _sent(self, choice: Choice) -> list[Sent]:
         """Least communication beside it. Over tp, with columns then rows: gathered inputs and scattered outputs of a
@@ -376,7 +389,7 @@ class Sweep:
     @property
     def _bounds(self) -> list[Callable[[Choice], float]]:
         """Bounds of a layout's step besides that of its work, each tighter and dearer than the one before."""
-        return [self.least.bound, self._bound_of_layers, self._bound_without_moves]
+        return [self.least.bound, self._bound_of_layers, self._bound_without_moves, self._bound_of_sums]
 
     def _bound_of_layers(self, choice: Choice) -> float:
         """With all that its layers compute and send, which fewer traces say."""
@@ -387,13 +400,26 @@ class Sweep:
         return 0.0
 
     def _bound_without_moves(self, choice: Choice) -> float:
-        """With all that it computes and sends but for copies and tables that its sharding plan moves, so that these are
-        traced only for layouts that may be among the best; infinite if what its passes hold cannot fit."""
+        """With all that it computes and sends but for copies, and moves of tables once a step, so that these are traced
+        only for layouts that may be among the best; infinite if what its passes hold cannot fit."""
         with contextlib.suppress(ParallaxError):
             if self.closed.knows(choice):
-                passes = self.closed.memory_without_moves(choice).peak
+                passes = self.closed.memory_without_weights(choice).peak
                 may_fit = self._may_fit(choice, passes + self.least.held_of_weights(choice))
-                return self.least.bound(choice, self.closed.without_moves(choice)) if may_fit else math.inf
+                if not may_fit:
+                    return math.inf
+                parts, uses = self.closed.without_moves(choice), self.closed.uses_of_tables(choice)
+                return self.least.bound(choice, parts._replace(sent=[*parts.sent, *self.least.of_tables(choice, uses)]))
+        return 0.0
+
+    def _bound_of_sums(self, choice: Choice) -> float:
+        """Of a layout that cannot fit, a bound of those with smaller sums of gradients that may fit; infinite if there
+        are none. What its sharding plan moves is not traced for that."""
+        with contextlib.suppress(ParallaxError):
+            if self.closed.knows(choice):
+                size = self.closed.memory(choice).peak
+                if size > (1 + MEMORY_WITHIN) * self.topology.chip.usable_bytes:
+                    return min(map(self.least.bound, self._fitting(choice, size)), default=math.inf)
         return 0.0
 
     def _in_closed_form(self, choice: Choice) -> tuple[float, float | None] | None:
@@ -412,8 +438,14 @@ class Sweep:
 
     def _may_fit(self, choice: Choice, size: float) -> bool:
         """Whether a layout of about this size may fit, perhaps with smaller sums of gradients."""
+        return any(self._fitting(choice, size))
+
+    def _fitting(self, choice: Choice, size: float) -> Iterator[Choice]:
+        """A layout of about this size, and the same with smaller sums of gradients: those that may fit."""
         beside, usable = size - self.least.held(choice), (1 + MEMORY_WITHIN) * self.topology.chip.usable_bytes
-        return any(beside + self.least.held(tried) <= usable for tried in (choice, *self._smaller(choice)))
+        tried = (choice, *self._smaller(choice))
+        legal = (each for each in tried if each == choice or self.least.layers_of(*each.sharding).is_legal)
+        return (each for each in legal if beside + self.least.held(each) <= usable)
 
     def run(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
         """Trace layouts in the order of their prices until no other can be among the best, or until `most` were looked
