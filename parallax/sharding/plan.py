@@ -30,7 +30,7 @@ from einops import pack, unpack
 from flax.traverse_util import unflatten_dict
 from jax import Array, lax
 
-from parallax.config.sections import PARTS, FsdpConfig, OptimizerConfig, PipelineConfig
+from parallax.config.sections import EXPERTS, PARTS, FsdpConfig, OptimizerConfig, PipelineConfig
 from parallax.display.html import html_table
 from parallax.display.tables import text_table
 from parallax.display.units import in_bytes
@@ -606,7 +606,7 @@ class ShardingPlan:
         the stream, those that go at any time, and those that are sent after the first. It is for what was compiled:
         reduce-scatters of dense layers that are trained whole, over data ranks of one slice. With context ranks it
         gained nothing, and took memory. See `sends_small_gradients_last`."""
-        is_mixture = any("experts" in row.compute.names for row in rows)
+        is_mixture = any(row.spec.part == EXPERTS for row in rows)
         is_whole = all(grad is not None for grad in grads)  # none frozen, and none added by another pass
         on_data_ranks = self.fsdp.reduce == "float32" and self._ranks(("replica", "pp", "cp", "tp")) == 1
         if not (is_whole and on_data_ranks and not is_mixture and sends_small_gradients_last()):

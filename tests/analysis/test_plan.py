@@ -188,7 +188,8 @@ def test_messages_over_dp_take_their_bytes_over_the_links_of_dp():
     batch = dict.fromkeys(("tokens", "labels", "segments", "positions"), jax.ShapeDtypeStruct((4, 16), "int32"))
     sizes = {"pp": 1, "dp": 2, "tp": 1}
     sent = collectives(model.loss_and_grad, model.shapes, batch, rank=dict.fromkeys(sizes, 0), sizes=sizes)
-    bytes_over_dp = sum(one.bytes * one.count for one in sent if one.axes == ("dp",))
+    # A sum over "pp dp" is one over dp, where pp has one rank.
+    bytes_over_dp = sum(one.bytes * one.count for one in sent if one.axes in [("dp",), ("pp", "dp")])
     found = predict(settings, at_once(PAIR))
     # Two chips in a row have one link to each other, of 50 GB/s, of which messages reach nine tenths.
     assert found.exposed_secs["dp"] + found.hidden_secs == pytest.approx(bytes_over_dp / 45e9)
@@ -207,10 +208,15 @@ def test_messages_between_stages_hide_behind_one_pass_each_where_gradients_wait_
     other schedules, or on GPUs."""
     settings = tiny(mesh_pp=2, mesh_dp=1, pipeline_schedule="one_f_one_b")
     found, traced = predict(settings, PAIR), traced_work(model_on_topology(settings, PAIR), settings)
-    over_pp = [each for each in messages(traced.sent, PAIR, settings, traced.per_use) if each.axes == "pp"]
+    sent = messages(traced.sent, PAIR, settings, traced.per_use)
+    over_pp = [each for each in sent if each.axes == "pp"]
     forward, backward = (next(each for each in over_pp if each.beside == name) for name in ("forward", "backward"))
     assert traced.ticks_beside[:2] == (3, 3) and forward.calls == backward.calls == 4
-    assert found.exposed_secs["pp"] + found.beside_secs == pytest.approx(sum(each.secs for each in over_pp))
+    # What is exposed over pp has the sums over "pp dp", too, where dp has one rank.
+    after_them = [each for each in sent if each.axes == "pp dp"]
+    assert found.exposed_secs["pp"] + found.beside_secs == pytest.approx(
+        sum(each.secs for each in over_pp + after_them)
+    )
     microbatches = settings.pipeline.microbatches
     long, short = [("forward", 7.0 * microbatches), ("backward", 9.0 * microbatches)], [("forward", 1e-12)]
     assert secs_beside(forward, long, traced.ticks_beside) == pytest.approx(3 / 4 * forward.secs)
