@@ -164,7 +164,7 @@ def beside_eight_bits(selection: Selection) -> tuple[int, ...]:
             before = [each for each in kept if each[0] < number and each[2].shape == like.shape]
             wide = [each[:2] for each in before if names[each[1]] == "ffn" and each[2].dtype.itemsize == 2]
             places += [place, max(wide)[1]] if wide else []
-    return (*places,)
+    return tuple(places)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
