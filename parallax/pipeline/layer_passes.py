@@ -147,8 +147,10 @@ def as_bytes(named: list[Array], places: Collection[int]) -> list[Array]:
 def from_arrays_of_bytes(saved: list[Array], like: Sequence[Any], places: Collection[int]) -> list[Array]:
     """Activations like these from what `as_bytes` returned."""
     rest = iter(saved)
-    parts = [[next(rest) for _ in range(leaf.dtype.itemsize if n in places else 1)] for n, leaf in enumerate(like)]
-    return [from_bytes(each, leaf.dtype) if n in places else each[0] for n, (each, leaf) in enumerate(zip(parts, like))]
+    return [
+        from_bytes(list(itertools.islice(rest, leaf.dtype.itemsize)), leaf.dtype) if place in places else next(rest)
+        for place, leaf in enumerate(like)
+    ]
 
 
 def beside_eight_bits(selection: Selection) -> tuple[int, ...]:
