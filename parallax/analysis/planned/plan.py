@@ -424,7 +424,7 @@ def tensor_forms(values: Mapping[str, Any], settings: Settings, topology: Topolo
     """A change of keys, and if it is to another number of tensor ranks, the same with token streams, where these are
     worth trying."""
     streams = to_streams(settings, topology) if values.get("mesh.tp", 1) > 1 else {}
-    return [values, *[{**values, **streams}] * bool(streams)]
+    return [values, {**values, **streams}] if streams else [values]
 
 
 def _exchange(settings: Settings, topology: Topology) -> str:
