@@ -146,6 +146,8 @@ ROWS: dict[str, dict[int, Row]] = {
         19: Row({"mesh.dp": 16, "mesh.tp": 4, "pipeline.remat": "swiglu"} | STREAMS),
         20: Row(INTERLEAVED | {"mesh.dp": 16, "pipeline.virtual": 4, "pipeline.microbatches": 16}),
         21: Row(SWIGLU_SAVED | FIXED),
+        22: Row({"pipeline.microbatches": 4}),
+        23: Row({"pipeline.microbatches": 4, "data_parallel.policy": "zero1"}),
     },
     "llama_1b_128k": {
         0: Row({}),
