@@ -91,6 +91,11 @@ def changed_over_pp(
         return lax.fori_loop(0, turns, lambda _, carried: vary_over_pp(act(carried[1])), start)
 
 
+def updated_over_pp(acts: Array | bool, act: Callable[[Any], Any], kept: Any, *, in_loop: bool) -> Any:
+    """The same for an act that only changes what is kept."""
+    return changed_over_pp(acts, lambda kept: ((), act(kept)), lambda: (), kept, in_loop=in_loop)[1]
+
+
 def offset(layout: Layout, dim: str, local_size: int) -> Array | int:
     """Index of this device's first entry in the whole `dim`."""
     rank = 0
