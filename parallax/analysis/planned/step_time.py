@@ -80,7 +80,7 @@ from parallax.display.tables import LEAST_SHOWN, Table
 from parallax.display.units import percent, time_unit
 from parallax.errors import ConfigError
 from parallax.hardware.chips import KERNEL_EFFICIENCY, LANES, Chip, mfu
-from parallax.jaxprs import SCALED_MATMUL
+from parallax.jaxprs import SCALED_MATMUL, var_bytes
 from parallax.model.experts.grouped_kernel import BLOCK_ROWS
 from parallax.model.experts.grouped_triton import TILE_ROWS
 from parallax.pipeline import BACKWARD, FORWARD, WEIGHTS, ShardedModel
@@ -300,7 +300,7 @@ def moved_by_passes(equation: JaxprEqn, origin: Origin) -> Counter:
     if is_type_on_host(source.aval) == is_type_on_host(out.aval):
         return Counter()
     goes = HOST if is_type_on_host(out.aval) else DEVICE
-    return Counter({(scope, goes): out.aval.size * out.aval.dtype.itemsize})
+    return Counter({(scope, goes): var_bytes(out)})
 
 
 def op_secs(op: OpCost, settings: Settings, topology: Topology, *, packed: bool) -> float:
@@ -565,7 +565,7 @@ def _pass(equation: JaxprEqn, origin: Origin, passes: Passes) -> Counter:
     those of a mixture's rows."""
     moved = passes.bytes(equation, origin) if passes else None
     if not isinstance(passes, GpuPasses) and equation.primitive.name in REDUCTIONS:
-        moved = 2 * sum(_bytes(var) for var in (*equation.invars, *equation.outvars))
+        moved = 2 * sum(var_bytes(var) for var in (*equation.invars, *equation.outvars))
     kernel = _kernel_of_pass(equation, origin)
     return Counter({OpCost(0, moved, origin.direction, 0, kernel=kernel): 1}) if moved else Counter()
 
@@ -581,10 +581,6 @@ def _is_of_blocks(equation: JaxprEqn, origin: Origin) -> bool:
     return equation.primitive.name in OF_BLOCKS and module == MIXTURE and (not inner or "->" in inner.split("/")[0])
 
 
-def _bytes(var: Any) -> int:
-    return math.prod(var.aval.shape) * var.aval.dtype.itemsize
-
-
 def _product(equation: JaxprEqn, origin: Origin, *, model: ShardedModel) -> Counter:
     name, arrays = equation.primitive.name, [*equation.invars, *equation.outvars]
     if name == WRITES:
@@ -594,7 +590,7 @@ def _product(equation: JaxprEqn, origin: Origin, *, model: ShardedModel) -> Coun
     # A grouped product computes the rows in use; its last operand holds the number of rows of each group.
     share_of_rows, grouped = model.share_of_rows, is_grouped(equation, origin.stack)
     rows = [var for var in arrays if grouped and var.aval.ndim == 2]
-    moved, of_rows = (sum(map(_bytes, some)) for some in (arrays, rows))
+    moved, of_rows = (sum(map(var_bytes, some)) for some in (arrays, rows))
     moved -= round((1 - share_of_rows) * of_rows)
     # The FLOPs of a kernel from elsewhere are unknown; only its bytes count.
     by_dtype = name in ("dot_general", SCALED_MATMUL, *GROUPED)
