@@ -111,7 +111,7 @@ def _gather_tails(arrays: Sequence[Array], sent: Sequence[Tail]) -> list[Array]:
     pieces = [arrays]
     for tail in sent:
         ends = [lax.slice_in_dim(x, *_ends(tail, tokens), axis=1) for x in arrays]
-        pieces.append(to_next_rank(ends, CONTEXT_AXIS, by=tail.shift, apart=permutes_wait()))
+        pieces.append(to_next_rank(ends, CONTEXT_AXIS, by=tail.shift))
     return [jnp.concatenate(of_array, axis=1) for of_array in zip(*pieces)]
 
 
@@ -125,7 +125,7 @@ def _return_tails(sent: Sequence[Tail], _: None, gradients: Sequence[Array]) -> 
     tokens, sums = first, [dy[:, :first].astype(jnp.float32) for dy in gradients]
     for tail in sent:
         back = [lax.slice_in_dim(dy, first, first + tail.tokens, axis=1) for dy in gradients]
-        arrived = to_next_rank(back, CONTEXT_AXIS, by=ranks - tail.shift, apart=permutes_wait())
+        arrived = to_next_rank(back, CONTEXT_AXIS, by=ranks - tail.shift)
         begin, end = _ends(tail, tokens)
         sums = [x.at[:, begin:end].add(new.astype(jnp.float32)) for x, new in zip(sums, arrived)]
         first += tail.tokens
