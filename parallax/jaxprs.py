@@ -1,5 +1,6 @@
 """Helpers for jaxprs: parts of a traced program."""
 
+import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -88,6 +89,16 @@ def ancestors(jaxpr: Jaxpr, outs: Iterable, given: Collection = ()) -> set[int]:
 def needed(jaxpr: Jaxpr) -> list[JaxprEqn]:
     """The equations that a program's outputs need, in order."""
     return [jaxpr.eqns[number] for number in sorted(ancestors(jaxpr, jaxpr.outvars))]
+
+
+def aval_bytes(aval: Any) -> int:
+    """Bytes of an array of this type; a random key, whose dtype has no size, counts as one number."""
+    return math.prod(aval.shape) * getattr(aval.dtype, "itemsize", 4)
+
+
+def var_bytes(var: Any) -> int:
+    """The same of a variable of a program, or of a literal."""
+    return aval_bytes(var.aval)
 
 
 class Loop(NamedTuple):

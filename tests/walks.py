@@ -143,7 +143,8 @@ CALLED_BY_FLAX = {"model/transformer.py Block.__call__", "model/mlp.py GatedMLP.
 # They say which ranks take a branch, whether there is an update, over which axes an array varies, which piece of it a
 # device keeps, and when.
 MARKS = (
-    {f"sharding/collectives.py {name}" for name in ("cond_over_pp", "changed_over_pp", "as_varying", "cut", "after")}
+    {f"sharding/collectives.py {name}_over_pp" for name in ("cond", "changed", "updated")}
+    | {f"sharding/collectives.py {name}" for name in ("as_varying", "cut", "after")}
     | {"step/step.py updated_if"}
     | {f"sharding/message_order.py SimulatedDevices.{name}" for name in ("after", "in_turn")}
 )

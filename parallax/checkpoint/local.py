@@ -47,11 +47,10 @@ MANIFEST_LIMIT = 1 << 31  # of checksums that processes compare as int32
 
 
 class Neighbours(NamedTuple):
-    """The process whose shards this one keeps, and the one that keeps its own; both are itself if it is alone.
-    `on_host` is the number of processes of this host."""
+    """The process whose shards this one keeps, itself if it is alone. `on_host` is the number of processes of this
+    host."""
 
     kept: int
-    keeper: int
     distance: int
     on_host: int
 
@@ -330,11 +329,11 @@ def neighbours() -> Neighbours:
     """The neighbours of this process, on other hosts as `distance_to_another_host` has it."""
     count, process = jax.process_count(), jax.process_index()
     if count == 1:
-        return Neighbours(process, process, distance=0, on_host=1)
+        return Neighbours(process, distance=0, on_host=1)
     name = np.array([zlib.crc32(socket.gethostname().encode()) % MANIFEST_LIMIT], np.int32)
     hosts = multihost_utils.process_allgather(name).reshape(-1)
     distance, on_host = distance_to_another_host(hosts), int(np.sum(hosts == hosts[process]))
-    return Neighbours((process - distance) % count, (process + distance) % count, distance, on_host)
+    return Neighbours((process - distance) % count, distance, on_host)
 
 
 def distance_to_another_host(hosts: Sequence[int]) -> int:

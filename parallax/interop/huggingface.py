@@ -4,7 +4,7 @@ import collections
 import itertools
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,6 +37,7 @@ from parallax.interop.hf_weights import ScaledTensor, Weight, WeightView
 from parallax.interop.merged import MergedParams
 from parallax.interop.mxfp4 import with_exponents
 from parallax.interop.safetensors import INDEX, in_pieces, read_model, write_model
+from parallax.sharding.plan import ParameterPlan
 from parallax.storage import files
 from parallax.storage.run_files import GENERATION_CONFIG, RECORD
 
@@ -310,30 +311,17 @@ def to_hf(
         content = _extended(content, config, model, settings.data.longest_seq) if trained else content
     if dtype:
         content = {key: value for key, value in content.items() if key != "dtype"} | {"torch_dtype": dtype}
-    # The tokenizer config of a run without an import, but with a foreign tokenizer.
-    written = (
-        {TOKENIZER_CONFIG: _read_text(source.folder / TOKENIZER_CONFIG)} if TOKENIZER_CONFIG in source.files else {}
-    )
-    if files.object_if_readable(source.folder / TOKENIZER_CONFIG).keys() == {"eos_token"}:
-        written = {}  # written by the import, for an end that only config.json named
+    # The tokenizer config of a run without an import, but with a foreign tokenizer. The import itself writes one for an
+    # end that only config.json named.
+    keys = files.object_if_readable(source.folder / TOKENIZER_CONFIG).keys()
+    is_foreign = TOKENIZER_CONFIG in source.files and keys != {"eos_token"}
+    written = {TOKENIZER_CONFIG: _read_text(source.folder / TOKENIZER_CONFIG)} if is_foreign else {}
     texts = _texts_beside(content, config.context, tokenizer, written | record["files"], trained=trained)
-    views = hf_weights.weight_views(model, config.architecture, interleaved=config.interleaved)
     with export.new_folder(out) as unfinished:
         params = SavedParams(source)
         if model.lora_rank:
             params = MergedParams(params, rows, model)
-        tensors: dict[str, HfTensor] = {}
-        for here in export.plain_names(params.stored, model.layer_kinds).values():
-            if rows[here.name].spec.is_maximum:
-                collections.deque(params.pieces(here.name, here.index), maxlen=0)  # `check` requires that all are read
-                continue
-            view = views[here.name]
-            if view is None:
-                _check_zeros(params, here, config.architecture)
-                continue
-            for index, name in view.tensors(here):
-                tensors.setdefault(name, HfTensor(view.shape, WEIGHT_DTYPES[dtype or record["dtypes"][name]], []))
-                tensors[name].arrays.append((here.name, index, view))
+        tensors = _hf_tensors(params, rows, model, config, lambda name: dtype or record["dtypes"][name])
         index = write_model(
             unfinished, tensors, lambda name: _hf_pieces(params, tensors[name]), shard_bytes=shard_bytes
         )
@@ -353,6 +341,27 @@ def to_hf(
         aside += f"; its tokenizer is {PIECES_FILE}, which sentencepiece reads: there is no {TOKENIZER_FILE} of it"
     merged = ", adapters merged" if model.lora_rank else ""
     return source.number, f"{config.architecture}, {kinds}{merged}{aside}"
+
+
+def _hf_tensors(
+    params: SavedParams,
+    rows: Mapping[str, ParameterPlan],
+    model: ModelConfig,
+    config: HfConfig,
+    dtype_of: Callable[[str], str],
+) -> dict[str, HfTensor]:
+    """The tensors of the architecture, by name. Arrays that it does not have are read."""
+    views, tensors = hf_weights.weight_views(model, config.architecture, interleaved=config.interleaved), {}
+    for here in export.plain_names(params.stored, model.layer_kinds).values():
+        if rows[here.name].spec.is_maximum:
+            collections.deque(params.pieces(here.name, here.index), maxlen=0)  # `check` requires that all are read
+        elif (view := views[here.name]) is None:
+            _check_zeros(params, here, config.architecture)
+        else:
+            for index, name in view.tensors(here):
+                tensors.setdefault(name, HfTensor(view.shape, WEIGHT_DTYPES[dtype_of(name)], []))
+                tensors[name].arrays.append((here.name, index, view))
+    return tensors
 
 
 def _check_zeros(params: SavedParams, here: TensorSource, architecture: str) -> None:

@@ -71,14 +71,14 @@ class Dense(nn.Module):
         if self.stored:
             of_weight |= dict(stored=self.stored, unit=KERNEL_UNIT)
             initial, units = normal_in_units(deviation, self.stored)
-            outputs = " ".join("/".join((name, *weight.cut_of(name))) for name in weight.names if name not in inputs)
+            outputs = weight.written(*(name for name in weight.names if name not in inputs))
             of_unit = dict(role="norm", part=self.part, stored="float32")
             self.unit = parameter(self, KERNEL_UNIT, outputs, self.sizes, units, **of_unit)
         self.kernel = parameter(self, KERNEL, self.weight, self.sizes, initial, **of_weight)
         if scales and product_of(self.matmul).scales == DELAYED:
             self.amax = parameter(self, scales, AMAX_LAYOUT, self.sizes, zeros, role="maxima", part=self.part)
         if self.bias:
-            layout = " ".join("/".join((name, *y.cut_of(name))) for name in y.names if name not in x.names)
+            layout = y.written(*(name for name in y.names if name not in x.names))
             self.shift = parameter(self, "bias", layout, self.sizes, zeros, role="bias", part=self.part)
 
     def input(self, x: Array, *, part: str = "", before: str = "", shared: bool = False) -> Array | ProductInput:
@@ -123,15 +123,14 @@ class Dense(nn.Module):
         >>> down.into("rank"), down.back("rank")
         ('d_ff/tp rank', 'rank d_model')
         """
-        weight = Layout.parse(self.weight)
-        return " ".join([*("/".join((name, *weight.cut_of(name))) for name in self.inputs.split()), dim])
+        return f"{Layout.parse(self.weight).written(*self.inputs.split())} {dim}"
 
     @nn.nowrap
     def back(self, dim: str) -> str:
         """The layout of a matrix from `dim` to this product's outputs, sharded as `y` is."""
-        y, inputs = Layout.parse(self.y), self.inputs.split()
+        inputs = self.inputs.split()
         outputs = (name for name in Layout.parse(self.weight).names if name not in inputs)
-        return " ".join([dim, *("/".join((name, *y.cut_of(name))) for name in outputs)])
+        return f"{dim} {Layout.parse(self.y).written(*outputs)}"
 
     @nn.nowrap
     def between(self, dim: str) -> str:
@@ -142,7 +141,7 @@ class Dense(nn.Module):
         ('batch/dp seq rank +tp', 'batch/dp seq/tp rank')
         """
         y = Layout.parse(self.y)
-        return " ".join([*("/".join((name, *y.cut_of(name))) for name in y.names[:2]), dim])
+        return f"{y.written(*y.names[:2])} {dim}"
 
     @nn.nowrap
     def partial_sums(self, dim: str) -> str:

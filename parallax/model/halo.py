@@ -76,23 +76,23 @@ def _gathers(pattern: str) -> bool:
     return CONTEXT_AXIS in before.used_axes() and CONTEXT_AXIS not in after.used_axes()
 
 
-def tails(ranks: int, tokens: int, window: int, order: str, apart: bool | None = None) -> tuple[Tail, ...] | None:
+def tails(ranks: int, tokens: int, window: int, order: str) -> tuple[Tail, ...] | None:
     """What ranks that hold so many tokens of a row send for a window, 0 for none; None if whole rows are gathered
-    since that sends no more. Where permutes would wait for others, each tail is gathered.
-
-    >>> tails(4, 32, 4, "zigzag", apart=False)
-    (Tail(shift=1, slot=0, tokens=3), Tail(shift=3, slot=1, tokens=3))
-    >>> tails(4, 32, 4, "contiguous", apart=False)
-    (Tail(shift=1, slot=1, tokens=3),)
-    """
-    apart = permutes_wait() if apart is None else apart
+    since that sends no more. Where permutes would wait for others, each tail is gathered."""
     sent = _tails(ranks, tokens, window, order) if window else None
-    copies = ranks - 1 if apart else 1
+    copies = ranks - 1 if permutes_wait() else 1
     return sent if sent is not None and copies * _tokens_of(sent) < (ranks - 1) * tokens else None
 
 
 @functools.cache
 def _tails(ranks: int, tokens: int, window: int, order: str) -> tuple[Tail, ...]:
+    """The tails that reach so far.
+
+    >>> _tails(4, 32, 4, "zigzag")
+    (Tail(shift=1, slot=0, tokens=3), Tail(shift=3, slot=1, tokens=3))
+    >>> _tails(4, 32, 4, "contiguous")
+    (Tail(shift=1, slot=1, tokens=3),)
+    """
     numbers, sent = chunks_of(ranks, order), []
     chunk = tokens // CHUNKS
     for shift in range(1, ranks):
@@ -111,7 +111,7 @@ def _gather_tails(arrays: Sequence[Array], sent: Sequence[Tail]) -> list[Array]:
     pieces = [arrays]
     for tail in sent:
         ends = [lax.slice_in_dim(x, *_ends(tail, tokens), axis=1) for x in arrays]
-        pieces.append(to_next_rank(ends, CONTEXT_AXIS, by=tail.shift, apart=permutes_wait()))
+        pieces.append(to_next_rank(ends, CONTEXT_AXIS, by=tail.shift))
     return [jnp.concatenate(of_array, axis=1) for of_array in zip(*pieces)]
 
 
@@ -125,7 +125,7 @@ def _return_tails(sent: Sequence[Tail], _: None, gradients: Sequence[Array]) -> 
     tokens, sums = first, [dy[:, :first].astype(jnp.float32) for dy in gradients]
     for tail in sent:
         back = [lax.slice_in_dim(dy, first, first + tail.tokens, axis=1) for dy in gradients]
-        arrived = to_next_rank(back, CONTEXT_AXIS, by=ranks - tail.shift, apart=permutes_wait())
+        arrived = to_next_rank(back, CONTEXT_AXIS, by=ranks - tail.shift)
         begin, end = _ends(tail, tokens)
         sums = [x.at[:, begin:end].add(new.astype(jnp.float32)) for x, new in zip(sums, arrived)]
         first += tail.tokens

@@ -33,7 +33,6 @@ class HeadsNorm(nn.Module):
         layout = Layout.parse(self.layout)
         tokens = Layout(layout.names[:-2], layout.axes[:-2])
         heads, width = layout.names[-2:]
-        cut = "/".join((heads, *layout.cut_of(heads)))
         wide = x.astype(jnp.float32)
         squares = jnp.sum(jnp.square(wide), axis=(-2, -1))
         squares = all_reduce(f"{tokens.with_partial(*layout.cut_of(heads))} -> {tokens}", squares)
@@ -41,7 +40,8 @@ class HeadsNorm(nn.Module):
         y = wide * inverse[..., None, None]
         if self.scaling != UNSCALED:
             first = nn.initializers.zeros if self.scaling == ONE_PLUS else nn.initializers.ones
-            scale_HK = parameter(self, "scale", f"{cut} {width}", self.sizes, first, role="norm", part=self.part)
+            of_heads = layout.written(heads, width)
+            scale_HK = parameter(self, "scale", of_heads, self.sizes, first, role="norm", part=self.part)
             scale = scale_HK[None, None]
             y = y * (1 + scale if self.scaling == ONE_PLUS else scale)
         return y.astype(x.dtype)

@@ -42,7 +42,7 @@ class RMSNorm(nn.Module):
         if self.is_centered:
             wide = wide - mean(layout, self.sizes, wide)[..., None]
         inverse = lax.rsqrt(mean(layout, self.sizes, jnp.square(wide)) + self.eps)
-        vector = "/".join((layout.names[-1], *layout.axes[-1]))
+        vector = layout.written(layout.names[-1])
         declare, broadcast = partial(parameter, self, part=self.part), (1,) * (x.ndim - 1) + (-1,)
         y = wide * inverse[..., None]
         if self.scaling != UNSCALED:

@@ -101,29 +101,36 @@ def pipeline_of(
 ) -> Pipeline:
     """What ticks read to "train", or in a forward pass alone for "loss", "logits" or to "observe"; losses are also
     summed by so many groups. For "parts" it is that of training without the passes of layers."""
-    trains = use in ("train", "parts")
-    schedule, weight = model.schedule, None
+    trains, schedule = use in ("train", "parts"), model.schedule
     if not trains:
         schedule = gpipe_on(schedule.placement, 1 if use == "logits" else schedule.microbatches)
     form = dict(order=model.layout.order, drops=model.config.drops, shared=trains and model.plan.rounds_grads)
     tokens = Tokens.of(batch, noise, schedule.microbatches, **form)
-    if trains:
-        weight = 1 / jnp.maximum(tokens.count(), 1)
+    weight = 1 / jnp.maximum(tokens.count(), 1) if trains else None
     # As varying: else the vjp of each use would sum its gradient over the ranks, where the plan sums it once.
     weights = model.plan.load(jax.tree.map(as_varying, params))
     batched = model.schedule.head == "between" if trains else use == "logits"
     parts = model.parts.on_rows(embedding=SHARED_ROWS if batched else ROWS, head=SHARED_ROWS)
-    of_ends = {part: weights[part] for part in (EMBEDDING, HEAD)}
     ends_form = BatchedHead if batched else MicrobatchHead if trains else LossOnly
-    of_loss = tokens, schedule.placement[-1], weight, groups
-    ends = ends_form(parts, model.loss_config, model.plan, of_ends, *of_loss)
-    passes = [SaveAll(block, None, (), None, {}) for block in parts.blocks.values()]
-    numbers = [order.own_layers() for order in model.orders.values()]
-    kinds = model.arrangement.own_kinds() if len(numbers) > 1 else None
-    resident = [weights[stack] for stack in model.orders]
+    ends = ends_form(
+        parts,
+        model.loss_config,
+        model.plan,
+        weights={part: weights[part] for part in (EMBEDDING, HEAD)},
+        tokens=tokens,
+        last=schedule.placement[-1],
+        weight=weight,
+        groups=groups,
+    )
     kernels = RoundedWeights if model.rounds_kernels else LayerWeights
-    of_layers = passes, kernels.of_step(model, resident, trains=trains), numbers, kinds
-    layers = Layers(model, *of_layers, changes_in_loops=trains and model.changes_in_loops)
+    layers = Layers(
+        model,
+        passes=[SaveAll(block, None, (), None, {}) for block in parts.blocks.values()],
+        numbers=[order.own_layers() for order in model.orders.values()],
+        kinds=model.arrangement.own_kinds() if len(model.orders) > 1 else None,
+        weights=kernels.of_step(model, [weights[stack] for stack in model.orders], trains=trains),
+        changes_in_loops=trains and model.changes_in_loops,
+    )
     if not trains:
         saves = SaveObservations() if use == "observe" else SaveNothing()
         return Pipeline(schedule, ends, layers, saves, carries_residuals=True)
@@ -140,8 +147,7 @@ def first_state(pipeline: Pipeline) -> State:
     """The state before the first tick: empty slots and zero gradients."""
     schedule, layers, saves = pipeline.schedule, pipeline.layers, pipeline.saves
     of_ends = pipeline.ends.start(schedule.exit_slots)
-    x = jax.eval_shape(lambda: pipeline.ends.first_stage_input(of_ends, jnp.int32(0)))
-    x = jax.eval_shape(lambda: zeros(x))
+    x = jax.eval_shape(lambda: zeros(pipeline.ends.first_stage_input(of_ends, jnp.int32(0))))
     saved, grads = saves.empty(layers, x, schedule.slots), saves.zero_grads(layers)
     messages = {kind: zeros(x, count) for kind, count in schedule.message_slots.items()}
     return State(messages, saved, grads, of_ends, zeros(x) if schedule.late_gradients else None)

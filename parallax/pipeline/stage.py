@@ -21,7 +21,7 @@ from parallax.pipeline.layer_runs import LayerRun, Repeat
 from parallax.pipeline.layer_weights import LayerWeights, RoundedWeights
 from parallax.pipeline.model_on_mesh import ModelOnMesh
 from parallax.pipeline.observations import no_observations, with_observation
-from parallax.sharding.collectives import changed_over_pp, vary_over_pp
+from parallax.sharding.collectives import updated_over_pp, vary_over_pp
 from parallax.sharding.slots import host_slots, read_slot, unset, write_slot, zeros
 
 # The scopes of the passes in traces and profiles; JOINT is around those of F and B that are one pass.
@@ -236,24 +236,20 @@ def one_place(this: Pass, run: LayerRun, read: Any, count: Array | int, carried:
     may differ in the kind of layer in a place, and in whether there is one."""
     (state, weights), place = carried, _place_of(this, run, count)
     kinds = range(len(this.layers.passes)) if len(run.kinds) > 1 else run.kinds
-    branches = [lambda kind=kind: one_layer(this, run, kind, place, state, weights, read) for kind in kinds]
-    branches.append(lambda: vary_over_pp(state))  # where a stage has no layer
+    layer = partial(one_layer, this, run, place=place, weights=weights, read=read)
     if len(run.kinds) == 1 and not run.uneven:
-        state = branches[0]()
+        state = layer(*kinds, state=state)
     elif this.layers.changes_in_loops:
         for kind in kinds:
             is_here = _looked_up(this, run, place, 0) == kind if len(run.kinds) > 1 else _is_there(this, run, place)
-            _, state = changed_over_pp(
-                is_here,
-                lambda state, kind=kind: ((), one_layer(this, run, kind, place, state, weights, read)),
-                lambda: (),
-                state,
-                in_loop=True,
-            )
-    elif len(run.kinds) > 1:
-        state = lax.switch(_looked_up(this, run, place, 0), branches)
+            state = updated_over_pp(is_here, lambda kept, kind=kind: layer(kind, state=kept), state, in_loop=True)
     else:
-        state = lax.cond(_is_there(this, run, place), *branches)
+        branches = [partial(layer, kind, state=state) for kind in kinds]
+        branches.append(lambda: vary_over_pp(state))  # where a stage has no layer
+        if len(run.kinds) > 1:
+            state = lax.switch(_looked_up(this, run, place, 0), branches)
+        else:
+            state = lax.cond(_is_there(this, run, place), *branches)
     if weights is None:
         return state, None
     return state, gathered_place(this, run, jnp.minimum(count + 1, run.places - 1), state[0][0])

@@ -34,7 +34,7 @@ from parallax.pipeline.stage import (
     weight_gradients,
 )
 from parallax.schedules import Schedule, Segment
-from parallax.sharding.collectives import changed_over_pp, cond_over_pp, permute
+from parallax.sharding.collectives import changed_over_pp, cond_over_pp, permute, updated_over_pp
 from parallax.sharding.host import is_on_host
 from parallax.sharding.plan import GRADIENTS
 from parallax.sharding.slots import read_slot, unset
@@ -122,10 +122,9 @@ def tick(
     if joint:
         outputs["F"], outputs["B"], state = joint_pass(pipeline, state, row, outputs["F"])
     elif "F" in kinds and row.ever("exit"):
-        _, ends = changed_over_pp(
+        ends = updated_over_pp(
             row.acts("exit"),  # the same on every rank, so that no rank waits here for one that does not act
-            lambda ends: ((), pipeline.ends.on_last_stage_output(ends, row["exit"], row["exit F"], outputs["F"])),
-            lambda: (),
+            lambda ends: pipeline.ends.on_last_stage_output(ends, row["exit"], row["exit F"], outputs["F"]),
             state.ends,
             in_loop=in_loop,
         )
@@ -144,10 +143,9 @@ def tick(
         state = with_changed(state, changed)
     if "W" in kinds:
         with jax.named_scope(WEIGHTS):
-            _, grads = changed_over_pp(
+            grads = updated_over_pp(
                 row.acts("W"),
-                lambda grads: ((), weight_gradients(pass_of(pipeline, row, "W"), state.saved, grads)),
-                lambda: (),
+                lambda grads: weight_gradients(pass_of(pipeline, row, "W"), state.saved, grads),
                 state.grads,
                 in_loop=in_loop,
             )
@@ -211,10 +209,9 @@ def head_of_joint_tick(
     """The head after all passes of a tick: the outputs, which wait for it, and the state after it."""
     devices = pipeline.layers.model.devices
     y = devices.after(outputs["F"], made_last(pipeline, state, outputs))
-    _, ends = changed_over_pp(
+    ends = updated_over_pp(
         row.acts("exit"),
-        lambda ends: ((), pipeline.ends.on_last_stage_output(ends, row["exit"], row["exit F"], y)),
-        lambda: (),
+        lambda ends: pipeline.ends.on_last_stage_output(ends, row["exit"], row["exit F"], y),
         state.ends,
         in_loop=pipeline.layers.changes_in_loops,
     )
@@ -268,15 +265,13 @@ def received(pipeline: Pipeline, state: State, row: Row, kind: str) -> Array:
 def embedding_gradient(pipeline: Pipeline, state: State, row: Row, dx: Array) -> Any:
     """The ends' state after the gradient of the first stage's input, which is `dx` on the first stage's rank."""
     first = pipeline.schedule.placement[0]
-    _, ends = changed_over_pp(
+    return updated_over_pp(
         pipeline.schedule.stages == 1
         or (row["chunk B"] == 0) & (row.values["B"] >= 0) & (lax.axis_index("pp") == first),
-        lambda ends: ((), pipeline.ends.on_first_stage_gradient(ends, row["B"], dx)),
-        lambda: (),
+        lambda ends: pipeline.ends.on_first_stage_gradient(ends, row["B"], dx),
         state.ends,
         in_loop=pipeline.layers.changes_in_loops,
     )
-    return ends
 
 
 def contexts_before_branches(pipeline: Pipeline, row: Row, kinds: str) -> dict[str, Context]:

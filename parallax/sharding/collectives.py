@@ -91,6 +91,11 @@ def changed_over_pp(
         return lax.fori_loop(0, turns, lambda _, carried: vary_over_pp(act(carried[1])), start)
 
 
+def updated_over_pp(acts: Array | bool, act: Callable[[Any], Any], kept: Any, *, in_loop: bool) -> Any:
+    """The same for an act that only changes what is kept."""
+    return changed_over_pp(acts, lambda kept: ((), act(kept)), lambda: (), kept, in_loop=in_loop)[1]
+
+
 def offset(layout: Layout, dim: str, local_size: int) -> Array | int:
     """Index of this device's first entry in the whole `dim`."""
     rank = 0
@@ -361,21 +366,21 @@ def permute(layout: str, x: Array, *, axis: str, shift: int = 1) -> Array:
     return lax.ppermute(as_varying(x, [axis]), axis, [(i, (i + shift) % size) for i in range(size)])
 
 
-def to_next_rank(tree: Any, axis: str, *, by: int = 1, apart: bool = False) -> Any:
+def to_next_rank(tree: Any, axis: str, *, by: int = 1) -> Any:
     """Send each rank's values to the next rank along `axis`, or to the one `by` ranks on; the last sends to the first.
 
-    Pass `apart` where other ranks may not reach this call, as in a branch that only some stages take. Permutes of
-    simulated devices wait for all devices, so there all ranks of the axis gather, and each takes its own.
+    Where `permutes_wait` for ranks that may not reach this call, all ranks of the axis gather, and each takes its own.
 
     Communication:
-        forward   permute of x over the axis if not `apart`; all_gather of x over the axis if `apart`
+        forward   permute of x over the axis if not `permutes_wait`;
+                  all_gather of x over the axis if `permutes_wait`
         backward  the transposes
     """
     size = lax.axis_size(axis)
 
     def sent(x: Array) -> Array:
         x = as_varying(x, [axis])
-        if apart:
+        if permutes_wait():
             return jnp.take(lax.all_gather(x, axis), (lax.axis_index(axis) - by) % size, axis=0)
         return lax.ppermute(x, axis, [(i, (i + by) % size) for i in range(size)])
 

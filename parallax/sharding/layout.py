@@ -118,8 +118,15 @@ class Layout:
         return Layout(tuple(names), tuple(cuts), tuple(axis for axis in ALL_AXES if axis in partial))
 
     def __str__(self) -> str:
-        dims = ["/".join((name, *axes)) for name, axes in zip(self.names, self.axes, strict=True)]
-        return " ".join(dims + [f"+{axis}" for axis in self.partial])
+        return " ".join([*map(self.written, self.names), *(f"+{axis}" for axis in self.partial)])
+
+    def written(self, *dims: str) -> str:
+        """These of its dims, as they are written.
+
+        >>> Layout.parse("d_model/tp/dp heads d_head").written("d_model", "d_head")
+        'd_model/tp/dp d_head'
+        """
+        return " ".join("/".join((dim, *self.cut_of(dim))) for dim in dims)
 
     def __repr__(self) -> str:
         return f"Layout.parse({str(self)!r})"

@@ -139,13 +139,13 @@ def place_devices(config: MeshConfig, devices: Sequence[jax.Device]) -> np.ndarr
     pieces = torus_pieces(sizes)
     split = [part for _, part in pieces]
     if slices == 1:
-        placed = mesh_utils.create_device_mesh(split, devices, allow_split_physical_axes=True).reshape(shape)
-        return core_by_core(placed, list(sizes))
-    axis = axis_between_slices(sizes, slices)
-    outer = [slices if name == axis else 1 for name, _ in pieces]
-    inner = [size // times for size, times in zip(split, outer)]
-    placed = mesh_utils.create_hybrid_device_mesh(inner, outer, devices, allow_split_physical_axes=True).reshape(shape)
-    return core_by_core(placed, list(sizes))
+        placed = mesh_utils.create_device_mesh(split, devices, allow_split_physical_axes=True)
+    else:
+        axis = axis_between_slices(sizes, slices)
+        outer = [slices if name == axis else 1 for name, _ in pieces]
+        inner = [size // times for size, times in zip(split, outer)]
+        placed = mesh_utils.create_hybrid_device_mesh(inner, outer, devices, allow_split_physical_axes=True)
+    return core_by_core(placed.reshape(shape), list(sizes))
 
 
 def core_by_core(placed: np.ndarray, axes: Sequence[str]) -> np.ndarray:

@@ -421,9 +421,6 @@ class ShardingPlan:
                 patterns = [_pattern(*moves[index], whole[index]) for index in members]
                 arrays = [(rows[index], whole[index]) for index in members]
                 sent = [x if x.dtype.itemsize == 1 else x.astype(row.dtype) for row, x in arrays]  # as `cast`
-                if len(members) == 1:
-                    whole[members[0]] = collectives.all_gather(*patterns, *sent, first=self.gather_first)
-                    continue
                 packed = Packed.of(patterns, sent)
                 gathered = packed.apart(collectives.all_gather(packed.pattern, packed.array, first=self.gather_first))
             for index, x in zip(members, gathered, strict=True):
@@ -643,8 +640,6 @@ class ShardingPlan:
                     grads = [lax.reduce_precision(grad, exponent_bits=8, mantissa_bits=7) for grad in grads]
                 pairs = zip(rows, grads, strict=True)
                 send, sent = collectives.exchange_and_add, [grad.astype(row.dtype) for row, grad in pairs]
-            if len(sent) == 1:
-                return [send(*patterns, *sent)]
             packed = Packed.of(patterns, sent)
             return packed.apart(send(packed.pattern, packed.array))
 

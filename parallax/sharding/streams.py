@@ -18,7 +18,7 @@ import numpy as np
 from jax import Array, lax
 
 from parallax.errors import NotationError
-from parallax.sharding.collectives import as_varying, is_bound, permutes_wait, reshard, to_next_rank, vary_alike
+from parallax.sharding.collectives import as_varying, is_bound, reshard, to_next_rank, vary_alike
 from parallax.sharding.layout import Layout, check_rank, parse_move
 
 STREAM_AXIS, SEQ_DIM = "tp", 1  # of activations [B, S, ...]
@@ -83,7 +83,7 @@ def gather_as_streams(pattern: str, x: Array) -> Streams:
     for piece in others:
         direction = int(np.sign(piece.step))
         arrived = sent[direction, piece._replace(step=piece.step - direction)]
-        sent[direction, piece] = to_next_rank(arrived, STREAM_AXIS, by=direction, apart=permutes_wait())
+        sent[direction, piece] = to_next_rank(arrived, STREAM_AXIS, by=direction)
     return Streams((x, *(sent[int(np.sign(piece.step)), piece] for piece in others)))
 
 
@@ -105,7 +105,7 @@ def reshard_streams(pattern: str, x: Array | Streams) -> Array | Streams:
     of_mine: dict[int, dict[TokenPiece, Array]] = {}  # by direction
     for piece in reversed(others):
         direction = int(np.sign(piece.step))
-        arrived = to_next_rank(sums[piece], STREAM_AXIS, by=-direction, apart=permutes_wait())
+        arrived = to_next_rank(sums[piece], STREAM_AXIS, by=-direction)
         here = piece._replace(step=piece.step - direction)
         if here.step == 0:
             of_mine.setdefault(direction, {})[here] = arrived

@@ -67,13 +67,10 @@ def own_tokens(x: Array, axis: int, order: str = ZIGZAG) -> Array:
     chunk = x.shape[axis] // (2 * ranks)
     rank = lax.axis_index(CONTEXT_AXIS)
     x = as_varying(x, [CONTEXT_AXIS])
-
-    def piece(number: Array | int) -> Array:
-        return lax.dynamic_slice_in_dim(x, number * chunk, chunk, axis)
-
     if order == CONTIGUOUS:
         return lax.dynamic_slice_in_dim(x, rank * 2 * chunk, 2 * chunk, axis)
-    return jnp.concatenate([piece(rank), piece(2 * ranks - 1 - rank)], axis)
+    numbers = rank, 2 * ranks - 1 - rank
+    return jnp.concatenate([lax.dynamic_slice_in_dim(x, number * chunk, chunk, axis) for number in numbers], axis)
 
 
 def reshard_in_order(pattern: str, x: Array, order: str = ZIGZAG) -> Array:

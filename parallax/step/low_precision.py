@@ -172,7 +172,7 @@ def narrowed(params: Any, like: Any, noise: Array, layers: Array | None = None) 
 
 
 def to_e4m3(x: Array, bits: Array) -> Array:
-    """The same in e4m3, by 20 random bits, for entries of at most 448; NaN for non-finite entries.
+    """Round each entry, of at most 448, to a neighbour in e4m3 by 20 random bits; non-finite entries become NaN.
 
     Below 2**-6, where neighbours differ by 2**-9, entries are first rounded to multiples of 2**-29.
     """

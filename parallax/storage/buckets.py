@@ -23,7 +23,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import IO, Any
 
 from parallax.errors import URL, CheckpointError, ConfigError, StoreError, first_line, writing
@@ -46,20 +46,13 @@ MOST_SEGMENTS = 2000  # objects of a log; three hours of them
 WHEN_LOST = "another run holds it now, or the store did not answer; what is saved stays"
 
 
-class BucketPath(PurePosixPath):
+class BucketPath(files.UrlPath):
     """A path in a bucket, with the questions of pathlib that a run asks.
 
     >>> folder = BucketPath("s3://bucket/runs/mine")
     >>> str(folder / "config.json"), folder.name, folder.key
     ('s3://bucket/runs/mine/config.json', 'mine', 'runs/mine')
     """
-
-    def __str__(self) -> str:
-        return re.sub("^([a-z0-9]+):/+", r"\1://", super().__str__())
-
-    @property
-    def scheme(self) -> str:
-        return self.parts[0].rstrip(":")
 
     @property
     def bucket(self) -> str:
@@ -78,9 +71,6 @@ class BucketPath(PurePosixPath):
 
     def is_dir(self) -> bool:
         return bool(_keys_below(self))
-
-    def is_symlink(self) -> bool:
-        return False
 
     def resolve(self) -> "BucketPath":
         return self
@@ -241,14 +231,15 @@ def _asked(path: BucketPath, ask: Any) -> Any:
 
 def read(path: BucketPath) -> bytes:
     """The content of an object."""
-    return _content(path, lambda store: store.read(path.key))
+    return _there(path, lambda store: store.read(path.key)).value
 
 
-def _content(path: BucketPath, ask: Any) -> bytes:
+def _there(path: BucketPath, ask: Any) -> Any:
+    """The answer to a request for an object; FileNotFoundError if it is not there."""
     answer = _asked(path, ask)
     if answer.state != "value":
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
-    return answer.value
+    return answer
 
 
 def write(path: BucketPath, content: bytes, *, instead_of: bytes | None = None) -> bytes:
@@ -281,11 +272,6 @@ def _keys_below(folder: BucketPath) -> list[str]:
 # ---- the interface of storage/files.py
 
 
-@files.is_local.register
-def _is_local(path: BucketPath) -> bool:
-    return False
-
-
 @files.names_in.register
 def _names_in(folder: BucketPath) -> list[str]:
     return sorted({name.split("/")[0] for name in _keys_below(folder)})
@@ -308,12 +294,10 @@ def _free_bytes(folder: BucketPath) -> int:
 
 
 @files.size_of.register
-def _size_of(path: BucketPath) -> None:
-    return None
-
-
 @files.bytes_below.register
-def _bytes_below(folder: BucketPath) -> None:
+@files.odd_kind.register
+def _not_told(path: BucketPath) -> None:
+    """Lists have no sizes, and all that they have are objects."""
     return None
 
 
@@ -335,11 +319,6 @@ def _state_below(folder: BucketPath) -> tuple:
 @files.time_of.register
 def _time_of(path: BucketPath) -> float:
     return 0.0
-
-
-@files.odd_kind.register
-def _odd_kind(path: BucketPath) -> None:
-    return None
 
 
 @files.open_file.register
@@ -386,20 +365,15 @@ class NewObject(io.BytesIO):
         self.close()
 
 
-@files.new_file.register
-def _new_file(path: BucketPath) -> NewObject:
-    return NewObject(path)
+files.new_file.register(BucketPath, NewObject)
 
 
 @files.sync.register
 @files.sync_names.register
-def _sync(path: BucketPath) -> None:
-    """A write has ended when the object is stored."""
-
-
 @files.make_folder.register
-def _make_folder(path: BucketPath, *, mode: int = 0o777) -> None:
-    """A folder is there with its first object."""
+@files.make_one_file.register
+def _nothing_to_do(path: BucketPath, *, mode: int = 0o777) -> None:
+    """A write has ended when the object is stored, a folder is there with its first one, and a log is objects."""
 
 
 @files.remove.register
@@ -459,7 +433,7 @@ def _contents(folder: BucketPath, names: Iterable[str]) -> Iterator[bytes]:
 
 
 def _answer(path: BucketPath, reading: Any) -> bytes:
-    return _content(path, lambda store: reading)
+    return _there(path, lambda store: reading).value
 
 
 def _next_number(path: BucketPath) -> int:
@@ -488,9 +462,7 @@ class GrowingSegments:
         return is_new, (line for content in contents for line in content.splitlines())
 
 
-@files.growing_log.register
-def _growing_log(path: BucketPath) -> GrowingSegments:
-    return GrowingSegments(path)
+files.growing_log.register(BucketPath, GrowingSegments)
 
 
 @files.end_of.register
@@ -513,11 +485,6 @@ def _put_instead_of_all(path: BucketPath, number: int, content: bytes) -> None:
     whole = path / f"{number:012}{files.WHOLE_LOG}"
     write(whole, content)
     _asked(path, lambda store: store.delete_range(KvStore.KeyRange(f"{path.key}/", whole.key)))
-
-
-@files.make_one_file.register
-def _make_one_file(path: BucketPath) -> None:
-    """A log in a bucket is objects."""
 
 
 class Segments:
@@ -594,9 +561,7 @@ def _of_another_run(log: BucketPath) -> OSError:
     return OSError(errno.EEXIST, "another run writes this log", str(log))
 
 
-@files.append_file.register
-def _append_file(path: BucketPath) -> Segments:
-    return Segments(path)
+files.append_file.register(BucketPath, Segments)
 
 
 # ---- objects that are read as files of this machine
@@ -635,10 +600,7 @@ def _piece(path: BucketPath, start: int) -> Any:
 
 def _part_of(path: BucketPath, start: int, end: int | None) -> Any:
     """Bytes of an object, all of them up to the end if that is None."""
-    answer = _asked(path, lambda store: store.read(path.key, byte_range=slice(start, end)))
-    if answer.state != "value":
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
-    return answer
+    return _there(path, lambda store: store.read(path.key, byte_range=slice(start, end)))
 
 
 # ---- the lock of a run
@@ -705,9 +667,7 @@ class Lease(contextlib.AbstractContextManager):
                 self.check()
 
 
-@files.run_lock.register
-def _run_lock(path: BucketPath) -> Lease:
-    return Lease(path)
+files.run_lock.register(BucketPath, Lease)
 
 
 @files.turns.register

@@ -153,10 +153,23 @@ def odd_kind(path: Path) -> str | None:
     return None if stat.S_ISREG(kind) or stat.S_ISDIR(kind) else "is no plain file"
 
 
-@functools.singledispatch
-def is_local(path: Path) -> bool:
+class UrlPath(PurePosixPath):
+    """A path of a URL, which is not of this machine; what can be asked of it depends on its store."""
+
+    def __str__(self) -> str:
+        return re.sub("^([a-z0-9]+):/+", r"\1://", super().__str__())
+
+    @property
+    def scheme(self) -> str:
+        return self.parts[0].rstrip(":")
+
+    def is_symlink(self) -> bool:
+        return False
+
+
+def is_local(path: str | Path | UrlPath) -> bool:
     """Whether a path is one of this machine, which libraries can be given."""
-    return True
+    return not isinstance(path, UrlPath)
 
 
 @functools.singledispatch

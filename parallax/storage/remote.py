@@ -6,7 +6,7 @@ import io
 import os
 import re
 from collections.abc import Callable, Iterator
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import IO, Any
 
 from parallax.errors import (
@@ -30,20 +30,13 @@ STATE = ("size", "etag", "ETag", "md5", "content_md5", "blob_id", "mtime", "Last
 LIBRARY_LETTERS = 200
 
 
-class RemotePath(PurePosixPath):
+class RemotePath(files.UrlPath):
     """A path behind a URL, with the questions of pathlib that a reader of data asks.
 
     >>> path = RemotePath("https://host/corpus/a.jsonl")
     >>> str(path.parent), path.name
     ('https://host/corpus', 'a.jsonl')
     """
-
-    def __str__(self) -> str:
-        return re.sub("^([a-z0-9]+):/+", r"\1://", super().__str__())
-
-    @property
-    def scheme(self) -> str:
-        return self.parts[0].rstrip(":")
 
     def exists(self) -> bool:
         return _info(self) is not None
@@ -53,9 +46,6 @@ class RemotePath(PurePosixPath):
 
     def is_dir(self) -> bool:
         return (_info(self) or {}).get("type") == "directory"
-
-    def is_symlink(self) -> bool:
-        return False
 
 
 AnyPath = Path | BucketPath | RemotePath
@@ -156,11 +146,6 @@ def _pieces(path: RemotePath) -> Iterator[bytes]:
 
 
 # ---- the interface of storage/files.py
-
-
-@files.is_local.register
-def _is_local(path: RemotePath) -> bool:
-    return False
 
 
 @files.state_of.register

@@ -229,49 +229,53 @@ def load_params(
     CheckpointError if it was trained with another tokenizer, or has adapters that this model has not.
     """
     checkpoints, wanted_arrays = RunFiles(source).checkpoints, flatten(wanted)
-    specs = flatten(specs_of(parts.declared_in_8_bits()))
-    scales = {name for name, spec in specs.items() if spec.is_maximum}
     manifest = read_manifest(checkpoints, latest_step(checkpoints))
     _check_adapters(manifest, settings, source)
     stored = manifest["arrays"].get("params", {})
-    kernels, layouts = (flatten(of(parts.declared())) for of in (specs_of, layouts_of))
-    rounded = {name: beside(name, spec.unit) for name, spec in kernels.items() if spec.unit}
-    rounded = {name: unit for name, unit in rounded.items() if name in stored and unit not in stored}
-    made = {*scales, *rounded.values()}
-    lacking = [name for name in wanted_arrays if name not in stored and name not in made]
-    added = [] if initial is None else lacking
-    saved = _as_saved(stored, wanted_arrays, left_out={*made, *added})
+    maxima = {name for name, spec in flatten(specs_of(parts.declared_in_8_bits())).items() if spec.is_maximum}
+    specs, layouts = (flatten(of(parts.declared())) for of in (specs_of, layouts_of))
+    units = {name: beside(name, spec.unit) for name, spec in specs.items() if spec.unit}
+    units = {name: unit for name, unit in units.items() if name in stored and unit not in stored}  # rounded here
+    left_out = {*maxima, *units.values()}
+    added = [name for name in wanted_arrays if name not in {*stored, *left_out}] if initial is not None else []
+    saved = _as_saved(stored, wanted_arrays, left_out={*left_out, *added})
     if not saved:
         raise CheckpointError(f"{checkpoints} has none of the parameters of this model")
     if added:
         say(f"train.init_from={source!r} has no {first_few(added)}: they begin with their initial values")
     whole = NamedSharding(next(iter(saved.values())).sharding.mesh, PartitionSpec())
-    for name in scales & stored.keys():
+    for name in maxima & stored.keys():
         about = stored[name]
         saved[name] = jax.ShapeDtypeStruct(about["shape"], jnp.dtype(about["dtype"]), sharding=whole)
     step, restored, damaged = restore_newest(checkpoints, {"params": saved}, settings=settings)
-    changed = compare_settings(read_manifest(checkpoints, step)["settings"], settings)
+    _compare_with_source(source, step, settings, say)
+    for error in damaged:
+        say(f"{error}; weights are those of step {step}")
+    zeros = {name: jnp.zeros(wanted_arrays[name].shape) for name in maxima & wanted_arrays.keys()}
+    values = flatten(initial or {}) | zeros | restored["params"]
+    for name, unit in units.items():
+        shardings = wanted_arrays[name].sharding, wanted_arrays[unit].sharding
+        values[name], values[unit] = in_eight_bits(specs[name], layouts[name], values[name], shardings)
+    leaves = [_as_wanted(values[name], like) for name, like in wanted_arrays.items()]
+    return jax.tree.unflatten(jax.tree.structure(wanted), leaves)
+
+
+def _compare_with_source(source: str, step: int, settings: Mapping[str, Any], say: Callable[[str], None]) -> None:
+    """Say if the weights of a step were computed in another dtype; CheckpointError if they know another tokenizer."""
+    run = RunFiles(source)
+    changed = compare_settings(read_manifest(run.checkpoints, step)["settings"], settings)
     if DTYPE in changed:
         there, here = changed[DTYPE]
         say(f"train.init_from={source!r} computed in {there}, this run computes in {here} ({DTYPE})")
-    there, here = changed.get(TOKENIZER, (None, None))
-    is_another = None not in (there, here)
-    if is_another and _differ_in_the_end(load_tokenizer(checkpoints / str(step)), {there, here}):
-        say(f"train.init_from={source!r} ended its documents with another token, as an earlier version chose it")
-    elif is_another:
+    both = changed.get(TOKENIZER, (None, None))
+    if None in both:
+        return
+    if not _differ_in_the_end(load_tokenizer(run.checkpoints / str(step)), {*both}):
         raise CheckpointError(
-            f"train.init_from={source!r} learned other ids: {difference_text({TOKENIZER: (there, here)})}; "
-            f"use its tokenizer, data.tokenizer={str(RunFiles(source).path / 'tokenizer.json')!r}"
+            f"train.init_from={source!r} learned other ids: {difference_text({TOKENIZER: both})}; "
+            f"use its tokenizer, data.tokenizer={str(run.path / 'tokenizer.json')!r}"
         )
-    for error in damaged:
-        say(f"{error}; weights are those of step {step}")
-    zeros = {name: jnp.zeros(wanted_arrays[name].shape) for name in scales & wanted_arrays.keys()}
-    values = flatten(initial or {}) | zeros | restored["params"]
-    for name, unit in rounded.items():
-        shardings = wanted_arrays[name].sharding, wanted_arrays[unit].sharding
-        values[name], values[unit] = in_eight_bits(kernels[name], layouts[name], values[name], shardings)
-    leaves = [_as_wanted(values[name], like) for name, like in wanted_arrays.items()]
-    return jax.tree.unflatten(jax.tree.structure(wanted), leaves)
+    say(f"train.init_from={source!r} ended its documents with another token, as an earlier version chose it")
 
 
 def _check_adapters(manifest: Mapping[str, Any], settings: Mapping[str, Any], source: str) -> None:

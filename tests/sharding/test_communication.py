@@ -364,6 +364,7 @@ RESHARD = dict.fromkeys(
     ],
     False,
 )
+PERMUTES_WAIT = {"not `permutes_wait`": False, "`permutes_wait`": True}  # for the other stages of simulated devices
 COLLECTIVES = [  # name, function, layout of x, conditions that hold; whether x varies over every axis
     ("all_gather", lambda x: moves.all_gather(f"{CUT} -> {WHOLE}", x), CUT, {}, True),
     ("gather_with_exchange", lambda x: moves.gather_with_exchange(f"{CUT} -> {WHOLE}", x), CUT, {}, True),
@@ -374,9 +375,7 @@ COLLECTIVES = [  # name, function, layout of x, conditions that hold; whether x 
     ("max_over", lambda x: moves.max_over(jax.lax.stop_gradient(x), ["tp"]) * x, WHOLE, {}, True),
     ("all_to_all", lambda x: moves.all_to_all(f"{CUT} -> {OVER_SEQ}", x), CUT, {}, True),
     ("permute", lambda x: moves.permute(WHOLE, x, axis="tp"), WHOLE, {}, True),
-    ("to_next_rank", lambda x: moves.to_next_rank(x, "tp"), WHOLE, {"not `apart`": True, "`apart`": False}, True),
-    ("to_next_rank", lambda x: moves.to_next_rank(x, "tp", apart=True), WHOLE, {"not `apart`": False, "`apart`": True},
-     True),
+    ("to_next_rank", lambda x: moves.to_next_rank(x, "tp"), WHOLE, PERMUTES_WAIT, True),
     ("cut", lambda x: moves.cut(f"{WHOLE} -> {CUT}", x), WHOLE, {"x does not vary over it": False}, True),
     ("cut", lambda x: moves.cut(f"{WHOLE} -> {CUT}", x), WHOLE, {"x does not vary over it": True}, False),
     ("after", lambda x: moves.after(x, jax.lax.stop_gradient(x)), WHOLE, {}, True),
@@ -397,12 +396,20 @@ COLLECTIVES = [  # name, function, layout of x, conditions that hold; whether x 
     ("name", "run", "layout", "facts", "vary"), COLLECTIVES, ids=[f"{c[0]}-{at}" for at, c in enumerate(COLLECTIVES)]
 )
 def test_a_collective_sends_what_it_says(name, run, layout, facts, vary):
-    def kinds(counter):
-        return Counter({kind: sum(n for (k, _), n in counter.items() if k == kind) for kind, _ in counter})
-
     function = getattr(contraction if name == "einsum" else moves, name)
     said = promised(function, "", RESHARD | facts if name == "reshard" else facts)
     assert tuple(map(kinds, sent(run, ones(layout), (layout,), vary=vary))) == tuple(map(kinds, said))
+
+
+def kinds(counter):
+    """How often each kind is called, over whichever axes."""
+    return Counter({kind: sum(n for (k, _), n in counter.items() if k == kind) for kind, _ in counter})
+
+
+def test_values_for_the_next_rank_are_permuted_where_there_are_no_other_stages():
+    said = promised(moves.to_next_rank, "", {fact: not waits for fact, waits in PERMUTES_WAIT.items()})
+    found = sent(lambda x: moves.to_next_rank(x, "tp"), ones(WHOLE), (WHOLE,), sizes=(1, 2, 2))
+    assert tuple(map(kinds, found)) == tuple(map(kinds, said))
 
 
 @pytest.mark.parametrize(("ranks", "permutes"), [(2, 1), (4, 6)])

@@ -37,7 +37,7 @@ QWEN3 = QWEN2 | {
     "sliding_window": None,
     "max_position_embeddings": 40960,
 }
-LLAMA_2 = {"pretraining_tp": 1, "rope_scaling": None, "max_position_embeddings": 4096, "vocab_size": 32000}
+LLAMA_2 = LLAMA | {"pretraining_tp": 1, "rope_scaling": None, "max_position_embeddings": 4096, "vocab_size": 32000}
 LLAMA_3 = LLAMA_2 | {"rope_theta": 500000.0, "vocab_size": 128256, "attention_bias": False, "attention_dropout": 0.0}
 LLAMA_3 |= {"bos_token_id": 128000, "eos_token_id": 128001, "max_position_embeddings": 8192}
 LLAMA_31 = LLAMA_3 | {"mlp_bias": False, "max_position_embeddings": 131072, "eos_token_id": [128001, 128008, 128009]}
@@ -79,6 +79,8 @@ def qwen3(hidden, ff, layers, heads, **more):
 FP8 = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}
 B7, B13, B70 = (4096, 11008, 32, 32), (5120, 13824, 40, 40), (8192, 28672, 80, 64, 8)
 B8 = (4096, 14336, 32, 32, 8)
+MISTRAL_7B = MISTRAL | sizes(*B8) | {"max_position_embeddings": 32768, "rope_theta": 10000.0, "sliding_window": 4096}
+MISTRAL_7B |= {"vocab_size": 32000}
 QWEN_CODER = {"rope_scaling": None, "use_mrope": False}
 DISTILLED = {"bos_token_id": 151646, "eos_token_id": 151643, "max_position_embeddings": 131072, "use_mrope": False}
 R1_ROPE = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
@@ -124,34 +126,29 @@ TAKEN = {
         | {"max_sequence_length": 2048, "pad_token_id": 0, "rms_norm_eps": 1e-06, "vocab_size": 32000},
         6_738_415_616,
     ),
-    "meta-llama/Llama-2-7b-hf": (LLAMA | LLAMA_2 | sizes(*B7, 32), 6_738_415_616),
-    "meta-llama/Llama-2-13b-chat-hf": (LLAMA | LLAMA_2 | sizes(*B13, 40), 13_015_864_320),
-    "meta-llama/Llama-2-70b-hf": (LLAMA | LLAMA_2 | sizes(*B70), 68_976_648_192),
+    "meta-llama/Llama-2-7b-hf": (LLAMA_2 | sizes(*B7, 32), 6_738_415_616),
+    "meta-llama/Llama-2-13b-chat-hf": (LLAMA_2 | sizes(*B13, 40), 13_015_864_320),
+    "meta-llama/Llama-2-70b-hf": (LLAMA_2 | sizes(*B70), 68_976_648_192),
     "codellama/CodeLlama-7b-hf": (
-        LLAMA
-        | LLAMA_2
-        | sizes(*B7, 32)
-        | {"max_position_embeddings": 16384, "rope_theta": 1000000, "vocab_size": 32016},
+        LLAMA_2 | sizes(*B7, 32) | {"max_position_embeddings": 16384, "rope_theta": 1000000, "vocab_size": 32016},
         6_738_546_688,
     ),
     "codellama/CodeLlama-34b-Instruct-hf": (
-        LLAMA | LLAMA_2 | sizes(8192, 22016, 48, 64, 8) | {"max_position_embeddings": 16384, "rope_theta": 1000000},
+        LLAMA_2 | sizes(8192, 22016, 48, 64, 8) | {"max_position_embeddings": 16384, "rope_theta": 1000000},
         33_743_970_304,
     ),
     "lmsys/vicuna-7b-v1.5": (
-        LLAMA | LLAMA_2 | sizes(*B7, 32) | {"_name_or_path": "vicuna-7b-v1.5", "pad_token_id": 0},
+        LLAMA_2 | sizes(*B7, 32) | {"_name_or_path": "vicuna-7b-v1.5", "pad_token_id": 0},
         6_738_415_616,
     ),
     "lmsys/vicuna-13b-v1.5-16k": (
-        LLAMA
-        | LLAMA_2
+        LLAMA_2
         | sizes(*B13, 40)
         | {"max_sequence_length": 16384, "rope_scaling": {"factor": 4.0, "type": "linear"}, "pad_token_id": 0},
         13_015_864_320,
     ),
     "NousResearch/Yarn-Llama-2-7b-64k": (
-        LLAMA
-        | LLAMA_2
+        LLAMA_2
         | sizes(*B7, 32)
         | {
             "auto_map": {"AutoModelForCausalLM": "modeling_llama_together_yarn.LlamaForCausalLM"},
@@ -166,22 +163,21 @@ TAKEN = {
         | {"max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "vocab_size": 32000},
         3_426_473_600,
     ),
-    "meta-llama/Meta-Llama-3-8B": (LLAMA | LLAMA_3 | sizes(*B8), 8_030_261_248),
-    "meta-llama/Meta-Llama-3-70B-Instruct": (LLAMA | LLAMA_3 | sizes(*B70), 70_553_706_496),
-    "meta-llama/Llama-3.1-8B-Instruct": (LLAMA | LLAMA_31 | sizes(*B8), 8_030_261_248),
-    "meta-llama/Llama-3.1-70B": (LLAMA | LLAMA_31 | sizes(*B70), 70_553_706_496),
+    "meta-llama/Meta-Llama-3-8B": (LLAMA_3 | sizes(*B8), 8_030_261_248),
+    "meta-llama/Meta-Llama-3-70B-Instruct": (LLAMA_3 | sizes(*B70), 70_553_706_496),
+    "meta-llama/Llama-3.1-8B-Instruct": (LLAMA_31 | sizes(*B8), 8_030_261_248),
+    "meta-llama/Llama-3.1-70B": (LLAMA_31 | sizes(*B70), 70_553_706_496),
     "meta-llama/Llama-3.2-1B": (
-        LLAMA | LLAMA_32 | sizes(2048, 8192, 16, 32, 8) | {"head_dim": 64},
+        LLAMA_32 | sizes(2048, 8192, 16, 32, 8) | {"head_dim": 64},
         1_235_814_400,
     ),
     "meta-llama/Llama-3.2-3B-Instruct": (
-        LLAMA | LLAMA_32 | sizes(3072, 8192, 28, 24, 8) | {"head_dim": 128},
+        LLAMA_32 | sizes(3072, 8192, 28, 24, 8) | {"head_dim": 128},
         3_212_749_824,
     ),
-    "meta-llama/Llama-3.3-70B-Instruct": (LLAMA | LLAMA_31 | sizes(*B70) | {"head_dim": 128}, 70_553_706_496),
+    "meta-llama/Llama-3.3-70B-Instruct": (LLAMA_31 | sizes(*B70) | {"head_dim": 128}, 70_553_706_496),
     "TinyLlama/TinyLlama-1.1B-Chat-v1.0": (
-        LLAMA
-        | LLAMA_2
+        LLAMA_2
         | sizes(2048, 5632, 22, 32, 4)
         | {"attention_bias": False, "max_position_embeddings": 2048, "rope_theta": 10000.0},
         1_100_048_384,
@@ -210,7 +206,7 @@ TAKEN = {
         34_388_917_248,
     ),
     "deepseek-ai/deepseek-llm-7b-base": (
-        LLAMA | LLAMA_2 | sizes(4096, 11008, 30, 32, 32) | {"rms_norm_eps": 1e-06, "vocab_size": 102400},
+        LLAMA_2 | sizes(4096, 11008, 30, 32, 32) | {"rms_norm_eps": 1e-06, "vocab_size": 102400},
         6_910_365_696,
     ),
     "deepseek-ai/deepseek-coder-1.3b-base": (
@@ -236,53 +232,29 @@ TAKEN = {
         | {"vocab_size": 131072, "pretraining_tp": 1, "rope_scaling": None},
         7_455_550_464,
     ),
-    "deepseek-ai/DeepSeek-R1-Distill-Llama-8B": (LLAMA | LLAMA_31 | sizes(*B8), 8_030_261_248),
-    "deepseek-ai/DeepSeek-R1-Distill-Llama-70B": (LLAMA | LLAMA_31 | sizes(*B70), 70_553_706_496),
-    "mistralai/Mistral-7B-v0.1": (
-        MISTRAL
-        | sizes(*B8)
-        | {"max_position_embeddings": 32768, "rope_theta": 10000.0, "sliding_window": 4096, "vocab_size": 32000},
-        7_241_732_096,
-    ),
+    "deepseek-ai/DeepSeek-R1-Distill-Llama-8B": (LLAMA_31 | sizes(*B8), 8_030_261_248),
+    "deepseek-ai/DeepSeek-R1-Distill-Llama-70B": (LLAMA_31 | sizes(*B70), 70_553_706_496),
+    "mistralai/Mistral-7B-v0.1": (MISTRAL_7B, 7_241_732_096),
     "HuggingFaceH4/zephyr-7b-beta": (
-        MISTRAL
-        | sizes(*B8)
-        | {"_name_or_path": "mistralai/Mistral-7B-v0.1", "max_position_embeddings": 32768, "pad_token_id": 2}
-        | {"rope_theta": 10000.0, "sliding_window": 4096, "vocab_size": 32000},
+        MISTRAL_7B | {"_name_or_path": "mistralai/Mistral-7B-v0.1", "pad_token_id": 2},
         7_241_732_096,
     ),
     "teknium/OpenHermes-2.5-Mistral-7B": (
-        MISTRAL
-        | sizes(*B8)
-        | {"eos_token_id": 32000, "max_position_embeddings": 32768, "rope_theta": 10000.0, "sliding_window": 4096}
-        | {"vocab_size": 32002},
+        MISTRAL_7B | {"eos_token_id": 32000, "vocab_size": 32002},
         7_241_748_480,
     ),
     "NousResearch/Yarn-Mistral-7b-128k": (
-        MISTRAL
-        | sizes(*B8)
-        | {"max_position_embeddings": 32768, "max_sequence_length": 131072, "rope_theta": 10000.0, "vocab_size": 32000}
-        | {
-            "rope_scaling": {
-                "factor": 16.0,
-                "finetuned": True,
-                "original_max_position_embeddings": 8192,
-                "type": "yarn",
-            }
-        }
-        | {"sliding_window": 131072},
+        MISTRAL_7B
+        | {"max_sequence_length": 131072, "sliding_window": 131072}
+        | {"rope_scaling": LONG_YARN | {"original_max_position_embeddings": 8192}},
         7_241_732_096,
     ),
     "mistralai/Mistral-7B-Instruct-v0.2": (
-        MISTRAL
-        | sizes(*B8)
-        | {"max_position_embeddings": 32768, "rope_theta": 1000000.0, "sliding_window": None, "vocab_size": 32000},
+        MISTRAL_7B | {"rope_theta": 1000000.0, "sliding_window": None},
         7_241_732_096,
     ),
     "mistralai/Mistral-7B-v0.3": (
-        MISTRAL
-        | sizes(*B8)
-        | {"max_position_embeddings": 32768, "rope_theta": 1000000.0, "sliding_window": None, "vocab_size": 32768},
+        MISTRAL_7B | {"rope_theta": 1000000.0, "sliding_window": None, "vocab_size": 32768},
         7_248_023_552,
     ),
     "mistralai/Mistral-Nemo-Base-2407": (
@@ -733,15 +705,15 @@ REFUSED = {
         "quantization_config: quant_method='awq' is not supported; supported: 'fp8' in blocks",
     ),
     "TheBloke/Llama-2-7B-GPTQ": (
-        LLAMA | LLAMA_2 | sizes(*B7, 32) | {"quantization_config": GPTQ},
+        LLAMA_2 | sizes(*B7, 32) | {"quantization_config": GPTQ},
         "quantization_config: quant_method='gptq' is not supported",
     ),
     "unsloth/llama-3-8b-bnb-4bit": (
-        LLAMA | LLAMA_3 | sizes(*B8) | {"quantization_config": BITSANDBYTES},
+        LLAMA_3 | sizes(*B8) | {"quantization_config": BITSANDBYTES},
         "quantization_config: quant_method='bitsandbytes' is not supported",
     ),
     "neuralmagic/Meta-Llama-3.1-8B-Instruct-FP8": (
-        LLAMA | LLAMA_31 | sizes(*B8) | {"quantization_config": {"quant_method": "compressed-tensors"}},
+        LLAMA_31 | sizes(*B8) | {"quantization_config": {"quant_method": "compressed-tensors"}},
         "quantization_config: quant_method='compressed-tensors' is not supported",
     ),
     "mlx-community/Qwen3-8B-4bit": (
@@ -749,7 +721,7 @@ REFUSED = {
         "quantization={'group_size': 64, 'bits': 4} is not supported",
     ),
     "upstage/SOLAR-0-70b-16bit": (
-        LLAMA | LLAMA_2 | sizes(*B70) | {"rope_scaling": {"factor": 2.0, "type": "dynamic"}},
+        LLAMA_2 | sizes(*B70) | {"rope_scaling": {"factor": 2.0, "type": "dynamic"}},
         "rope_type='dynamic' is not supported",
     ),
 }

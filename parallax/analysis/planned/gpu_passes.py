@@ -21,7 +21,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 from parallax.analysis.traced.flops import PRODUCT_PRIMITIVES
 from parallax.analysis.traced.memory import FUSED, SAME_BYTES
 from parallax.analysis.traced.trace import Origin
-from parallax.jaxprs import called, programs_of
+from parallax.jaxprs import called, programs_of, var_bytes
 
 REDUCTIONS = ("reduce_sum", "reduce_max")
 SLICES_AT, GATHERS_ROWS, PADDING, ADDS, CONVERTS = (
@@ -70,15 +70,15 @@ class GpuPasses:
         if name == MAXIMUM and _is_in(self.magnitudes, x):
             return 0
         if name in REDUCTIONS:
-            return _bytes(x) + _bytes(out)
+            return var_bytes(x) + var_bytes(out)
         if name == SLICES_AT:
-            return 2 * _bytes(out) * (out in self.for_products)
+            return 2 * var_bytes(out) * (out in self.for_products)
         if name == GATHERS_ROWS:  # of one row it is a slice
-            return 2 * _bytes(out) * (math.prod(equation.invars[1].aval.shape[:-1]) > 1)
+            return 2 * var_bytes(out) * (math.prod(equation.invars[1].aval.shape[:-1]) > 1)
         if name == PADDING:
-            return 2 * _bytes(out) * (_bytes(out) > _bytes(x))
+            return 2 * var_bytes(out) * (var_bytes(out) > var_bytes(x))
         if name == ADDS:
-            return 3 * _bytes(equation.invars[2])
+            return 3 * var_bytes(equation.invars[2])
         if name == CONVERTS:
             return self._of_rounding(x, out, origin)
         return None
@@ -87,19 +87,19 @@ class GpuPasses:
         if not self._rounds(x, out):
             return 0
         if _is_in(self.scaled, x):  # the product wrote it in as few bits
-            return 2 * _bytes(out) * (out in self.for_products)
+            return 2 * var_bytes(out) * (out in self.for_products)
         source = self._source(x)
         read = source if out in self._to_eight_bits and self._is_written(source, origin) else x
-        return _bytes(read) * (out not in self._second) + _bytes(out)
+        return var_bytes(read) * (out not in self._second) + var_bytes(out)
 
     def _rounds(self, x: Any, out: Any) -> bool:
-        return _bytes(out) < _bytes(x) and x.aval.size > 1 and not _is_in(self.by_products, x)
+        return var_bytes(out) < var_bytes(x) and x.aval.size > 1 and not _is_in(self.by_products, x)
 
     def _of_own_maximum(self, x: Any, out: Any, origin: Origin | None) -> int:
         source = self._source(x)
         if self._is_written(source, origin):
-            return (_bytes(source) + _bytes(out)) * (source not in self._joined or out in self._second)
-        return _bytes(x) + _bytes(out)
+            return (var_bytes(source) + var_bytes(out)) * (source not in self._joined or out in self._second)
+        return var_bytes(x) + var_bytes(out)
 
     def _is_written(self, source: Any, origin: Origin | None) -> bool:
         """Whether an array is in memory whatever is rounded of it. One that is computed from several is if a product
@@ -233,7 +233,3 @@ def _multiplies_float8(name: str, operands: list[Any]) -> bool:
 
 def _is_in(values: set[Any], value: Any = None) -> bool:
     return not isinstance(value, Literal) and value in values
-
-
-def _bytes(value: Any) -> int:
-    return math.prod(value.aval.shape) * getattr(value.aval.dtype, "itemsize", 4)

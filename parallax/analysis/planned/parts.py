@@ -4,7 +4,6 @@ Many layouts share a part. Equations are priced by `costs_in_equation`, as those
 """
 
 import functools
-import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -19,9 +18,9 @@ from jax.sharding import PartitionSpec as P
 from parallax.analysis.planned.step_time import OpCost, costs_in_equation, gpu_passes, passes_of
 from parallax.analysis.traced.collectives import PLAN, Sent
 from parallax.analysis.traced.memory import DATA, Liveness, Program, Value, inline
-from parallax.analysis.traced.trace import Invocation, Origin, Walk
+from parallax.analysis.traced.trace import Invocation, Origin, Walk, in_local_view, step_arguments
 from parallax.config.remat import saved_parts
-from parallax.model.batch import BATCH_ARRAYS
+from parallax.jaxprs import aval_bytes
 from parallax.model.products import ROUNDED
 from parallax.pipeline import (
     BACKWARD,
@@ -146,19 +145,14 @@ class LayerCosts(NamedTuple):
 
 def traced_layers(model: ShardedModel, rows: int, seq: int) -> list[TracedLayer]:
     """The programs of the layers of each kind, for a global batch of so many rows."""
-    traced: list[TracedLayer] = []
 
-    def start(params: Any, batch: Any, noise: Array) -> Array:
+    def traced(params: Any, batch: Any, noise: Array) -> list[TracedLayer]:
         pipeline = pipeline_of(model, params, batch, noise, "parts")
         layers = pipeline.layers
         kinds = zip(layers.passes, model.orders, arguments_of_layers(layers, pipeline.ends), strict=True)
-        for passes, stack, given in kinds:
-            traced.append(_traced_layer(model, passes.block, stack, *given))
-        return jnp.float32(0)
+        return [_traced_layer(model, passes.block, stack, *given) for passes, stack, given in kinds]
 
-    local = jax.shard_map(start, out_specs=P(), **model.on_mesh)
-    jax.eval_shape(local, model.shapes, _batch(rows, seq), jax.ShapeDtypeStruct((2,), jnp.int32))
-    return traced
+    return in_local_view(model, traced, rows, seq)
 
 
 def _traced_layer(model: ShardedModel, block: Any, stack: str, weights: Any, x: Any, context: Any) -> TracedLayer:
@@ -174,10 +168,6 @@ def _traced_layer(model: ShardedModel, block: Any, stack: str, weights: Any, x: 
     before, leaves = len(jax.tree.leaves(weights)), jax.tree.leaves(context)
     which = [place for place, leaf in enumerate(leaves) if leaf is context.mask.which]
     return TracedLayer(inlined(program), inlined(made), before, len(leaves), before + 1 + which[0] if which else None)
-
-
-def _batch(rows: int, seq: int) -> dict[str, jax.ShapeDtypeStruct]:
-    return dict.fromkeys(BATCH_ARRAYS, jax.ShapeDtypeStruct((rows, seq), jnp.int32))
 
 
 def pass_programs(layer: TracedLayer, remat: str, *, split: bool) -> PassPrograms:
@@ -243,15 +233,11 @@ def repeated(costs: Counts, count: float) -> Counts:
     return {key: each * count for key, each in costs.items()}
 
 
-def _bytes(aval: Any) -> int:
-    return math.prod(aval.shape) * aval.dtype.itemsize
-
-
 def copies_of_slots(arrays: Iterable[Any], direction: str) -> Counts:
     """Costs of writing arrays into slots, or of copying them out for products, which read whole arrays."""
     counts: Counter = Counter()
     for number, aval in enumerate(arrays):
-        counts[OpCost(0, 2 * _bytes(aval), direction, 0), Place(f"slot {number}", "copy")] += 1
+        counts[OpCost(0, 2 * aval_bytes(aval), direction, 0), Place(f"slot {number}", "copy")] += 1
     return counts
 
 
@@ -347,9 +333,8 @@ def traced_rest(model: ShardedModel, rows: int, seq: int) -> Rest:
 
 def held_by_plan(model: ShardedModel, rows: int, seq: int) -> HeldByPlan:
     """What the plan holds, for the same batch."""
-    held: list[HeldByPlan] = []
 
-    def start(params: Any, batch: Any, noise: Array) -> Array:
+    def held(params: Any, batch: Any, noise: Array) -> HeldByPlan:
         _, ends, layers, *_ = pipeline_of(model, params, batch, noise, "parts")
         grads, resident, gathered = [ends.zero_grads()], 0, 0
         for weights, stack in zip(layers.weights, model.orders, strict=True):
@@ -357,12 +342,9 @@ def held_by_plan(model: ShardedModel, rows: int, seq: int) -> HeldByPlan:
             resident += _copied_bytes(weights.resident, entry(params, stack))
             gathered = max(gathered, bytes_of(weights.gathered(jnp.int32(0))["params"]))
         resident += sum(_copied_bytes(part, params[name]) for name, part in ends.weights.items())
-        held.append(HeldByPlan(bytes_of(grads), resident, gathered))
-        return jnp.float32(0)
+        return HeldByPlan(bytes_of(grads), resident, gathered)
 
-    local = jax.shard_map(start, out_specs=P(), **model.on_mesh)
-    jax.eval_shape(local, model.shapes, _batch(rows, seq), jax.ShapeDtypeStruct((2,), jnp.int32))
-    return held[0]
+    return in_local_view(model, held, rows, seq)
 
 
 def _counted_by_scope(
@@ -374,7 +356,7 @@ def _counted_by_scope(
         return [as_varying(leaf)[None] for leaf in step(*args)]
 
     local = jax.shard_map(varying, out_specs=P(tuple(model.mesh.axis_names)), **model.on_mesh)
-    program = jax.make_jaxpr(local)(model.shapes, _batch(rows, seq), jax.ShapeDtypeStruct((2,), jnp.int32))
+    program = jax.make_jaxpr(local)(*step_arguments(model, rows, seq))
     by_scope: dict[str, Counts] = defaultdict(dict)
     for key, count in counted(program, model).items():
         if which(key[1]):
@@ -431,7 +413,7 @@ def _ends(ends: MicrobatchHead | BatchedHead, schedule: Schedule) -> tuple[Any, 
 
 def bytes_of(tree: Any) -> int:
     """Bytes of the arrays of a tree."""
-    return sum(map(_bytes, jax.tree.leaves(tree)))
+    return sum(map(aval_bytes, jax.tree.leaves(tree)))
 
 
 def _copied_bytes(weights: Any, at_rest: Any) -> int:

@@ -206,7 +206,8 @@ class Prices:
     def before(self) -> Estimate | None:
         """The step in closed form; None if it has none."""
         with contextlib.suppress(ParallaxError):
-            return self.closed.estimate(self.layout) if self.closed.knows(self.layout) else None
+            if self.closed.knows(self.layout):
+                return self.closed.estimate(self.layout)
         return None
 
     def price(self, values: Mapping[str, Any]) -> Change | None:
@@ -216,20 +217,22 @@ class Prices:
             closed, layout = self.closed.changed(values), Choice.of(with_keys(self.settings, values))
             alone = any(getattr(layout, axis) != getattr(self.layout, axis) for axis in AXES_OF_LAYERS)
             if self.before is not None and closed is not None and closed.knows(layout) and not alone:
-                return self._compared(values, closed.estimate(layout), self.before)
+                return self._compared(values, closed.estimate(layout), self.before, is_traced=False)
         return self.traced(values)
 
     def traced(self, values: Mapping[str, Any]) -> Change | None:
         """The same by the traced step."""
         with contextlib.suppress(ParallaxError):
-            then = self._compared(values, predicted(with_keys(self.settings, values), self.topology), self.now)
-            return then and then._replace(is_traced=True)
+            then = predicted(with_keys(self.settings, values), self.topology)
+            return self._compared(values, then, self.now, is_traced=True)
         return None
 
-    def _compared(self, values: Mapping[str, Any], then: Estimate, before: Estimate) -> Change | None:
+    def _compared(
+        self, values: Mapping[str, Any], then: Estimate, before: Estimate, *, is_traced: bool
+    ) -> Change | None:
         if then.host_bytes > max(self.topology.chip.host_bytes, self.now.host_bytes):
             return None
-        return Change(values, then.peak_bytes - before.peak_bytes, then.secs / before.secs - 1, is_traced=False)
+        return Change(values, then.peak_bytes - before.peak_bytes, then.secs / before.secs - 1, is_traced=is_traced)
 
 
 def helpful_changes(

@@ -6,7 +6,6 @@ the sum is made in the same pass. An array that is rounded is read if a product 
 is read where it is computed with in more, unless it was just rounded or gathered there.
 """
 
-import math
 from typing import Any
 
 import jax.numpy as jnp
@@ -15,7 +14,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 from parallax.analysis.planned.gpu_passes import CONVERTS, GATHERS_ROWS, GpuPasses
 from parallax.analysis.traced.flops import is_grouped
 from parallax.analysis.traced.trace import Origin
-from parallax.jaxprs import programs_of
+from parallax.jaxprs import programs_of, var_bytes
 from parallax.model.experts.experts import USUAL_LOAD
 
 MIXTURE = "mlp"  # the module of a mixture
@@ -37,10 +36,10 @@ class RowPasses:
         if origin.module not in ROWS_IN or name not in (GATHERS_ROWS, CONVERTS) or not _are_rows(out):
             return None
         if name == GATHERS_ROWS:
-            return _bytes(out) * (2 if out in self._read_by_products else 1)
-        if _bytes(out) < _bytes(x):
-            return _bytes(out) + _bytes(x) * _is_in(self._of_kernels, x)
-        return _bytes(x) * (not _is_in(self._made_here, x))
+            return var_bytes(out) * (2 if out in self._read_by_products else 1)
+        if var_bytes(out) < var_bytes(x):
+            return var_bytes(out) + var_bytes(x) * _is_in(self._of_kernels, x)
+        return var_bytes(x) * (not _is_in(self._made_here, x))
 
     def _find(self, program: ClosedJaxpr) -> None:
         for equation in program.jaxpr.eqns:
@@ -59,7 +58,3 @@ def _are_rows(value: Any) -> bool:
 
 def _is_in(values: set[Any], value: Any) -> bool:
     return not isinstance(value, Literal) and value in values
-
-
-def _bytes(value: Any) -> int:
-    return math.prod(value.aval.shape) * value.aval.dtype.itemsize

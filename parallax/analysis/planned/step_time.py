@@ -80,7 +80,7 @@ from parallax.display.tables import LEAST_SHOWN, Table
 from parallax.display.units import percent, time_unit
 from parallax.errors import ConfigError
 from parallax.hardware.chips import KERNEL_EFFICIENCY, LANES, Chip, mfu
-from parallax.jaxprs import SCALED_MATMUL
+from parallax.jaxprs import SCALED_MATMUL, var_bytes
 from parallax.model.experts.grouped_kernel import BLOCK_ROWS
 from parallax.model.experts.grouped_triton import TILE_ROWS
 from parallax.pipeline import BACKWARD, FORWARD, WEIGHTS, ShardedModel
@@ -217,11 +217,11 @@ def predict(settings: Settings, topology: Topology) -> Estimate:
     return predicted(resolve(settings, topology.as_devices), topology)
 
 
-def predicted(settings: Settings, topology: Topology, *, packed: bool = True) -> Estimate:
-    """The same for settings in which nothing is open, of rows that are `packed` documents or one each."""
+def predicted(settings: Settings, topology: Topology) -> Estimate:
+    """The same for settings in which nothing is open."""
     model = model_on_topology(settings, topology)
     held, host = predicted_memory(model, settings), predicted_host_memory(model, settings)
-    return estimate(settings, topology, held, traced_work(model, settings), host, packed=packed)
+    return estimate(settings, topology, held, traced_work(model, settings), host)
 
 
 def traced_work(model: ShardedModel, settings: Settings) -> TracedWork:
@@ -300,7 +300,7 @@ def moved_by_passes(equation: JaxprEqn, origin: Origin) -> Counter:
     if is_type_on_host(source.aval) == is_type_on_host(out.aval):
         return Counter()
     goes = HOST if is_type_on_host(out.aval) else DEVICE
-    return Counter({(scope, goes): out.aval.size * out.aval.dtype.itemsize})
+    return Counter({(scope, goes): var_bytes(out)})
 
 
 def op_secs(op: OpCost, settings: Settings, topology: Topology, *, packed: bool) -> float:
@@ -469,37 +469,37 @@ def messages(
     waits_for_sums: bool = False,
 ) -> list[CollectiveTime]:
     """Times of the traced collectives, without those that send nothing; `sums` and `waits_for_sums` as `estimate`."""
-    sizes, reached, times = settings.mesh.sizes, topology.as_reached, []
-    hides_sums = topology.chip.platform == "gpu" or hides_reduce_scatters(topology.chip.name)
+    sizes, reached, chip, times = settings.mesh.sizes, topology.as_reached, topology.chip, []
+    can_hide = {"all-gather"}
     # What stands for another program's sums is sent as those are.
-    waits_for_exchanges = not sums and not hides_exchanges(topology.chip.name, topology.slice_chips)
-    hides_rows = hides_ragged(topology.chip.name)
-    hiding = ["all-gather", "all-to-all", *["reduce-scatter"] * (hides_sums and not waits_for_sums)]
+    if sums or hides_exchanges(chip.name, topology.slice_chips):
+        can_hide.add("all-to-all")
+    if not waits_for_sums and (chip.platform == "gpu" or hides_reduce_scatters(chip.name)):
+        can_hide.add("reduce-scatter")
     for call in sent:
         if not call.bytes:
             continue
-        synchronous = waits_for_exchanges and call.kind == "all-to-all"
-        can_hide = call.kind in hiding and not synchronous
-        ticking = _ticks(call, settings, per_use)
+        ticking, of_parameters = _ticks(call, settings, per_use), _is_of_parameters(call)
         # Those of layers: a table's message is long, and one once a step is alone, with little compute to hide them.
         # XLA for GPU has those of other microbatches' tables beside compute, too.
         of_table = call.module.split("/")[0] not in per_use.modules
-        beside = per_use.has(call) or (ticking and of_table and topology.chip.platform == "gpu")
+        has_work = per_use.has(call) or (ticking and of_table and chip.platform == "gpu")
+        # All of a layer waits for a message with all of its weights.
+        waits = call.module == BY_LAYER and call.kind == "all-gather" and not settings.fsdp.prefetch
+        of_weights = of_parameters and call.kind in can_hide and has_work and not waits
         # In the ring, keys are sent while the previous ones are used; token streams are multiplied as they arrive.
         passed_on = call.kind == "permute" and call.axes in ((CONTEXT_AXIS,), (STREAM_AXIS,))
         # The rows of one round are sent while those of another are multiplied.
-        passed_on |= hides_rows and call.kind == "all-to-all" and call.axes == (EXPERT_AXIS,)
-        # All of a layer waits for a message with all of its weights.
-        waits = call.module == BY_LAYER and call.kind == "all-gather" and not settings.fsdp.prefetch
-        hides = ((_is_of_parameters(call) and can_hide and beside and not waits) or passed_on) and not topology.shared
+        of_rows = call.kind == "all-to-all" and call.axes == (EXPERT_AXIS,) and hides_ragged(chip.name)
+        hides = (of_weights or passed_on or of_rows) and not topology.shared
         links, kind, sent_bytes = reached.route(sizes, call.axes, call.group), call.kind, call.bytes
-        if sums and kind == "all-to-all" and _is_of_parameters(call):
+        if sums and kind == "all-to-all" and of_parameters:
             kind = "reduce-scatter"
             sent_bytes *= jnp.dtype(sums).itemsize / jnp.dtype(settings.model.dtype).itemsize
         secs = call.count * links.call_secs(kind, sent_bytes)
         if passed_on and call.axes == (STREAM_AXIS,):
             secs *= share_of_one_direction(sizes[STREAM_AXIS], links)
-        between_stages = call.kind == "permute" and call.axes == ("pp",) and topology.chip.platform == "tpu"
+        between_stages = call.kind == "permute" and call.axes == ("pp",) and chip.platform == "tpu"
         beside = call.direction if between_stages and not topology.shared else ""
         times.append(CollectiveTime(" ".join(call.axes), secs, hides, ticking, beside, call.count))
     return times
@@ -565,7 +565,7 @@ def _pass(equation: JaxprEqn, origin: Origin, passes: Passes) -> Counter:
     those of a mixture's rows."""
     moved = passes.bytes(equation, origin) if passes else None
     if not isinstance(passes, GpuPasses) and equation.primitive.name in REDUCTIONS:
-        moved = 2 * sum(_bytes(var) for var in (*equation.invars, *equation.outvars))
+        moved = 2 * sum(var_bytes(var) for var in (*equation.invars, *equation.outvars))
     kernel = _kernel_of_pass(equation, origin)
     return Counter({OpCost(0, moved, origin.direction, 0, kernel=kernel): 1}) if moved else Counter()
 
@@ -581,10 +581,6 @@ def _is_of_blocks(equation: JaxprEqn, origin: Origin) -> bool:
     return equation.primitive.name in OF_BLOCKS and module == MIXTURE and (not inner or "->" in inner.split("/")[0])
 
 
-def _bytes(var: Any) -> int:
-    return math.prod(var.aval.shape) * var.aval.dtype.itemsize
-
-
 def _product(equation: JaxprEqn, origin: Origin, *, model: ShardedModel) -> Counter:
     name, arrays = equation.primitive.name, [*equation.invars, *equation.outvars]
     if name == WRITES:
@@ -594,7 +590,7 @@ def _product(equation: JaxprEqn, origin: Origin, *, model: ShardedModel) -> Coun
     # A grouped product computes the rows in use; its last operand holds the number of rows of each group.
     share_of_rows, grouped = model.share_of_rows, is_grouped(equation, origin.stack)
     rows = [var for var in arrays if grouped and var.aval.ndim == 2]
-    moved, of_rows = (sum(map(_bytes, some)) for some in (arrays, rows))
+    moved, of_rows = (sum(map(var_bytes, some)) for some in (arrays, rows))
     moved -= round((1 - share_of_rows) * of_rows)
     # The FLOPs of a kernel from elsewhere are unknown; only its bytes count.
     by_dtype = name in ("dot_general", SCALED_MATMUL, *GROUPED)

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from parallax.analysis.traced.trace import Origin, step_program, update_program, walk
 from parallax.config.sections import ALL_AXES
-from parallax.jaxprs import KIND_OF_PRIMITIVE, RAGGED_PRIMITIVE
+from parallax.jaxprs import KIND_OF_PRIMITIVE, RAGGED_PRIMITIVE, var_bytes
 from parallax.model.experts.exchange_costs import ROOM_OVER_EVEN
 from parallax.model.experts.hosts import share_between_hosts
 from parallax.model.experts.ragged import SENT
@@ -146,7 +146,7 @@ def sent_in_equation(
         return Counter()
     named = equation.params["axes" if "axes" in equation.params else "axis_name"]
     axes = tuple(sorted((named,) if isinstance(named, str) else named, key=ALL_AXES.index))
-    operands = [math.prod(var.aval.shape) * var.aval.dtype.itemsize for var in equation.invars]
+    operands = [*map(var_bytes, equation.invars)]
     operand = sum(operands)
     if equation.primitive.name == RAGGED_PRIMITIVE:
         # Input and output come first, then offsets and sizes. On the side of experts there is more room than rows.

@@ -15,14 +15,11 @@ from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
-from jax.sharding import PartitionSpec as P
 
-from parallax.analysis.traced.trace import as_traced, step_program
+from parallax.analysis.traced.trace import as_traced, in_local_view, step_program
 from parallax.config.settings import Settings
-from parallax.jaxprs import Loop, called, closed, loop, needed
-from parallax.model.batch import BATCH_ARRAYS
+from parallax.jaxprs import Loop, aval_bytes, called, closed, loop, needed
 from parallax.pipeline import ShardedModel, first_state, pipeline_of
 from parallax.sharding.host import DEVICE, HOST, is_on_host, is_type_on_host, rests_on_host
 from parallax.step.step import TrainState, TrainStep, abstract_state, optimizer_of
@@ -181,23 +178,19 @@ def bytes_on_device(tree: Any, *, memory: str = DEVICE) -> int:
 def tick_state(model: ShardedModel, global_batch: int, seq: int) -> list[tuple[tuple[int, ...], str, int]]:
     """Shape on a device, component and bytes of each array that the loops over ticks carry; the component of arrays in
     host memory is WAITING, or GRADIENTS_WAITING."""
-    arrays: list[tuple[tuple[int, ...], str, int]] = []
 
-    def start(params, batch, noise):
-        state = first_state(pipeline_of(model, params, batch, noise, "train"))
+    def arrays(params, batch, noise):
+        state, described = first_state(pipeline_of(model, params, batch, noise, "train")), []
         for path, leaf in jax.tree_util.tree_leaves_with_path(state):
             fields = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
             components = (STATE_COMPONENTS[field] for field in fields if field in STATE_COMPONENTS)
             component = next(components, "pipeline_buffers")
             if is_on_host(leaf):
                 component = GRADIENTS_WAITING if component == "gradients" else WAITING
-            arrays.append((leaf.shape, component, leaf.size * leaf.dtype.itemsize))
-        return jnp.float32(0)
+            described.append((leaf.shape, component, aval_bytes(leaf)))
+        return described
 
-    batch = dict.fromkeys(BATCH_ARRAYS, jax.ShapeDtypeStruct((global_batch, seq), jnp.int32))
-    local = jax.shard_map(start, out_specs=P(), **model.on_mesh)
-    jax.eval_shape(local, model.shapes, batch, jax.ShapeDtypeStruct((2,), jnp.int32))
-    return arrays
+    return in_local_view(model, arrays, global_batch, seq)
 
 
 @dataclasses.dataclass(eq=False)
@@ -209,8 +202,7 @@ class Value:
 
     @staticmethod
     def of(aval: Any) -> Value:
-        size = math.prod(aval.shape) * getattr(aval.dtype, "itemsize", 4)
-        return Value(tuple(aval.shape), 0 if is_type_on_host(aval) else size)
+        return Value(tuple(aval.shape), 0 if is_type_on_host(aval) else aval_bytes(aval))
 
 
 @dataclasses.dataclass(eq=False)

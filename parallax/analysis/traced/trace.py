@@ -17,8 +17,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+from jax.sharding import PartitionSpec as P
 
 from parallax import jaxprs
 from parallax.hardware.chips import name_of_kind
@@ -385,8 +387,26 @@ def step_program(model: ShardedModel, global_batch: int, seq: int) -> ClosedJaxp
 
 @functools.lru_cache(maxsize=2)  # a report needs its model and the same on one device, each more than once
 def _step_program(model: ShardedModel, global_batch: int, seq: int) -> ClosedJaxpr:
-    batch = {name: jax.ShapeDtypeStruct((global_batch, seq), "int32") for name in BATCH_ARRAYS}
-    return jax.make_jaxpr(model.loss_and_grad)(model.shapes, batch)
+    return jax.make_jaxpr(model.loss_and_grad)(*step_arguments(model, global_batch, seq)[:2])
+
+
+def step_arguments(model: ShardedModel, global_batch: int, seq: int) -> tuple[Any, dict[str, Any], Any]:
+    """The shapes of parameters, a batch and noise."""
+    batch = dict.fromkeys(BATCH_ARRAYS, jax.ShapeDtypeStruct((global_batch, seq), jnp.int32))
+    return model.shapes, batch, jax.ShapeDtypeStruct((2,), jnp.int32)
+
+
+def in_local_view(model: ShardedModel, look: Callable[..., Any], global_batch: int, seq: int) -> Any:
+    """What `look(params, batch, noise)` returns, called with tracers in the local view of the model's mesh."""
+    seen: list[Any] = []
+
+    def run(*given: Any) -> Array:
+        seen.append(look(*given))
+        return jnp.float32(0)
+
+    local = jax.shard_map(run, out_specs=P(), **model.on_mesh)
+    jax.eval_shape(local, *step_arguments(model, global_batch, seq))
+    return seen[0]
 
 
 @functools.lru_cache(maxsize=4)  # the same two, and what they are traced as

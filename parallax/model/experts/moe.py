@@ -104,7 +104,7 @@ class MoE(nn.Module):
 
     @property
     def _bias_layout(self) -> str:
-        return " ".join(["experts", "/".join(("d_model", *Layout.parse(self.residual).cut_of("d_model")))])
+        return f"experts {Layout.parse(self.residual).written('d_model')}"
 
     def _biases(self, weights: Array, ids: Array) -> Array:
         """For each token the sum of its experts' biases of down times their weights, in the residual's layout."""

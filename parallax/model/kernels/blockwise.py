@@ -20,7 +20,7 @@ from jax.ad_checkpoint import checkpoint_name
 from parallax.model.logits import soft_capped
 from parallax.model.mask import Mask, blocks_seen
 from parallax.sharding.activations import CONTEXT_AXIS
-from parallax.sharding.collectives import as_varying, permutes_wait, to_next_rank, vary_alike, varying_axes
+from parallax.sharding.collectives import as_varying, to_next_rank, vary_alike, varying_axes
 from parallax.sharding.platform import platform_traced
 from parallax.sharding.zigzag import ZIGZAG, context_ranks, order_of
 
@@ -253,7 +253,7 @@ def _run_hops(pairs: Mapping[int, np.ndarray], step: Callable, state: Any, kv: A
         return lax.scan(lambda carry, pair: (step(*carry, kv, pair), None), (state, zeros), pairs)[0]
 
     def send(arrays: Any, by: int = 1) -> Any:
-        return to_next_rank(arrays, CONTEXT_AXIS, by=by, apart=permutes_wait())
+        return to_next_rank(arrays, CONTEXT_AXIS, by=by)
 
     def hop_and_send(carry: Any, pairs: Array) -> tuple[Any, None]:
         state, kv, sums = carry
