@@ -24,6 +24,7 @@ from support.step_collectives import at_once
 
 from configs.llama2_7b_64 import get_config as llama2_7b_64
 from parallax.analysis.planned import plan as plan_module
+from parallax.analysis.planned import step_time
 from parallax.analysis.planned import sweep as sweep_module
 from parallax.analysis.planned.devices import fastest_matmul, local_topology, matmul_lines
 from parallax.analysis.planned.layouts import (
@@ -129,13 +130,17 @@ def config(tmp_path_factory):
 
 @pytest.fixture(scope="module", autouse=True)
 def traced_once():
-    """Plans of equal settings on equal meshes share their traced step; none of these tests changes what is traced."""
+    """Plans of equal settings on equal meshes share their traced step, and what it costs and holds; none of these tests
+    changes what is traced."""
 
     def of(model, *shape):
         return *settings_of_model(model.settings, model.mesh), model.measures, shape
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trace, "_step_program", cached(trace._step_program, of))
+        for name in ("predicted_memory", "traced_work"):
+            function = getattr(step_time, name)
+            patch.setattr(step_time, name, cached(function, lambda model, settings: (settings, model.mesh)))
         yield
 
 

@@ -21,7 +21,7 @@ import pytest
 from rich.console import Console
 from support.checkpoint_examples import rewrite
 from support.data_examples import prepare_texts, prepared_reader
-from support.run_examples import as_flags, at_batch, at_step, tiny_config
+from support.run_examples import as_flags, at_batch, at_step, stop_at, tiny_config
 from support.stand_ins import full_disk, on_write
 
 from parallax.checkpoint.steps import complete_steps, latest_step
@@ -435,9 +435,11 @@ VICTIM = "what must stay"
 
 @pytest.fixture(scope="module")
 def whole(corpus, tmp_path_factory):
-    """The folder of a run of 4 steps; not to be changed."""
+    """The folder of a run that was stopped, with the programs of all tiny runs; not to be changed."""
     folder = tmp_path_factory.mktemp("whole") / "run"
-    train(tiny_config(corpus, **{"train.steps": 4}), folder)
+    with pytest.MonkeyPatch.context() as patch:
+        stop_at(patch, 3)
+        assert train(tiny_config(corpus), folder).reason == "stopped"
     return folder
 
 

@@ -243,15 +243,15 @@ def test_a_step_is_replayed_from_the_nearest_checkpoint_before_it(start, diverge
     [
         (["--step=3"], "--workdir is required: the folder of the run", 2),
         (["--workdir=nowhere", "--step=3"], "--workdir=nowhere is not the folder of a run", 3),
-        (["--workdir={run}"], "--step=0 is not a step of this run; use 1 to train.steps=10", 2),
-        (["--workdir={run}", "--step=11"], "--step=11 is not a step of this run; use 1 to train.steps=10", 2),
+        (["--workdir={run}"], "--step=0 is not a step of this run; use 1 to train.steps=8", 2),
+        (["--workdir={run}", "--step=9"], "--step=9 is not a step of this run; use 1 to train.steps=8", 2),
         (["--workdir={run}", "--step=x"], "invalid literal", 2),
         (["--workdir={run}", "--stepp=1"], "unknown flag --stepp; did you mean '--step'?", 2),
     ],
     ids=str,
 )
-def test_a_replay_of_what_is_not_there_is_one_line(arguments, message, status, diverged, capsys):
-    assert replay.main(["replay", *(argument.format(run=diverged[0]) for argument in arguments)]) == status
+def test_a_replay_of_what_is_not_there_is_one_line(arguments, message, status, observed_run, capsys):
+    assert replay.main(["replay", *(argument.format(run=observed_run) for argument in arguments)]) == status
     captured = capsys.readouterr()
     *before, last = captured.err.splitlines()
     assert message in last and not captured.out and all("/config.json " in line for line in before)

@@ -103,6 +103,9 @@ ALL = {
     ("mixed", (2, 1, 1, 1, 1, 4), PLAIN),
 } - {*FAST}
 CASES = [*FAST, *(pytest.param(*case, marks=pytest.mark.slow) for case in sorted(ALL))]
+# Which tokens are chosen, and where rows end, has nothing to do with the number of layers.
+SHORT = "gqa of two layers"
+MODELS[SHORT] = MODELS["gqa"] | {"layers": 2}
 GREEDY = SampleConfig(prompt="", tokens=10, temperature=0.0, top_k=0, top_p=1.0, seed=0)
 SAMPLED = dataclasses.replace(GREEDY, temperature=0.9, top_k=20, top_p=0.95, seed=3)
 # Tests with as many rows, and a longest prompt as long, share what is compiled.
@@ -118,7 +121,7 @@ def model_on(
     settings = default_settings()
     sizes = dict(zip(("pp", "dp", "tp", "replica", "cp", "ep"), mesh))
     laid_out = make_mesh(MeshConfig(**sizes, simulate=0), jax.devices()[: np.prod(mesh)])
-    model = dataclasses.replace(settings.model, **SIZES, **MODELS[name])
+    model = dataclasses.replace(settings.model, **SIZES | MODELS[name])
     return ShardedModel(dataclasses.replace(settings, model=model, layout=LAYOUTS[layout], pipeline=pipeline), laid_out)
 
 
@@ -359,8 +362,8 @@ def shapes_of(model, make):
 
 
 def test_a_prompt_goes_on_beside_others_as_it_does_alone():
-    model = model_on("gqa")
-    params = params_on("gqa", model)
+    model = model_on(SHORT)
+    params = params_on(SHORT, model)
     together = generate(model, params, ROWS_OF_PROMPTS, GREEDY)
     alone = generate(model, params, [[1, 2]], GREEDY)
     assert together[1].tolist() == alone[0].tolist()
@@ -382,8 +385,8 @@ def test_a_seed_writes_the_same_on_every_mesh(name, layout):
 
 
 def test_writing_stops_at_the_end_and_keeps_to_the_vocab():
-    model = model_on("gqa")
-    params, prompt = params_on("gqa", model), LONGEST_PROMPT
+    model = model_on(SHORT)
+    params, prompt = params_on(SHORT, model), LONGEST_PROMPT
     (free,) = generate(model, params, [prompt], GREEDY)
     end = int(free[4])
     (stopped,) = generate(model, params, [prompt], GREEDY, ends=[end])
@@ -394,17 +397,17 @@ def test_writing_stops_at_the_end_and_keeps_to_the_vocab():
 
 def test_each_row_stops_at_the_first_of_several_ends():
     """Rows of different lengths, on a mesh that shards them: the others go on."""
-    alone, model = model_on("gqa"), model_on("gqa", (2, 2, 2))
-    free = [row.tolist() for row in generate(alone, params_on("gqa", alone), ROWS_OF_PROMPTS, GREEDY)]
+    alone, model = model_on(SHORT), model_on(SHORT, (2, 2, 2))
+    free = [row.tolist() for row in generate(alone, params_on(SHORT, alone), ROWS_OF_PROMPTS, GREEDY)]
     ends = [free[0][3], free[1][6]]
     expected = [row[: min([row.index(end) for end in ends if end in row], default=len(row))] for row in free]
-    written = generate(model, params_on("gqa", model), ROWS_OF_PROMPTS, GREEDY, ends=ends)
+    written = generate(model, params_on(SHORT, model), ROWS_OF_PROMPTS, GREEDY, ends=ends)
     assert [row.tolist() for row in written] == expected and len({*map(len, expected)}) > 1
 
 
 def test_another_seed_writes_another_text_without_compiling_again(caplog):
-    model = model_on("gqa")
-    params = params_on("gqa", model)
+    model = model_on(SHORT)
+    params = params_on(SHORT, model)
     first = generate(model, params, [LONGEST_PROMPT], SAMPLED)
     with jax.log_compiles():
         again, other = (
@@ -416,7 +419,7 @@ def test_another_seed_writes_another_text_without_compiling_again(caplog):
 
 @pytest.mark.parametrize(
     ("name", "mesh"),
-    [("gqa", (1, 1, 1)), ("gqa", (2, 1, 2)), pytest.param("mla", (2, 2, 2), marks=pytest.mark.slow)],
+    [(SHORT, (1, 1, 1)), (SHORT, (2, 1, 2)), pytest.param("mla", (2, 2, 2), marks=pytest.mark.slow)],
     ids=str,
 )
 def test_a_text_comes_in_pieces_as_it_is_written_whole_and_nothing_compiles_while_it_grows(name, mesh, caplog):
@@ -433,8 +436,8 @@ def test_a_text_comes_in_pieces_as_it_is_written_whole_and_nothing_compiles_whil
 
 
 def test_a_text_in_pieces_ends_before_an_end():
-    model = model_on("gqa")
-    params, prompt = params_on("gqa", model), LONGEST_PROMPT
+    model = model_on(SHORT)
+    params, prompt = params_on(SHORT, model), LONGEST_PROMPT
     (free,) = generate(model, params, [prompt], GREEDY)
     ends = [int(free[4])]
     (whole,) = generate(model, params, [prompt], GREEDY, ends=ends)
@@ -575,8 +578,8 @@ def test_a_step_is_read_by_the_tokenizer_that_it_carries(whole_run, tmp_path, ca
 
 
 def test_complete_is_the_prompt_and_more():
-    model = model_on("gqa", (2, 2, 2))
-    (text,) = complete(model, params_on("gqa", model), Bytes(), [Bytes().encode("\n\t")], GREEDY, ends=[Bytes.end])
+    model = model_on(SHORT, (2, 2, 2))
+    (text,) = complete(model, params_on(SHORT, model), Bytes(), [Bytes().encode("\n\t")], GREEDY, ends=[Bytes.end])
     assert text.startswith("\n\t") and len(text) > 2
 
 
