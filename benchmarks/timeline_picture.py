@@ -324,6 +324,7 @@ def _strip(strip: Strip, lanes: list[str], x: float, top: float, scale: float, *
             if (
                 (labelled or lane == TOGETHER)
                 and lane != WAITS
+                and bar.label
                 and letters(bar.label, SMALL) < (bar.end - bar.start) * scale - 4
             ):
                 middle, fill = x + (bar.start + bar.end) / 2 * scale, PAPER if colour in DARK else INK
