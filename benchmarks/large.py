@@ -196,7 +196,7 @@ def over_network(work: Any, settings: Any, topology: Any, step: Any) -> tuple[fl
         links = topology.route(settings.mesh.sizes, call.axes)
         if call.bytes and links.next == topology.chip.network_secs:  # a neighbour is on another host or slice
             sent += links.secs(call.kind, call.total_bytes) * topology.chip.dcn_bandwidth
-            axes_sent.add(" ".join(call.axes))
+            axes_sent.add(" ".join(axis for axis in call.axes if settings.mesh.sizes.get(axis, 1) > 1))
     return sent, sum(step.exposed_secs.get(axes, 0.0) for axes in axes_sent)
 
 
