@@ -75,7 +75,8 @@ def cells(name: str, where: str, meshes: int) -> list[str]:
     sent, waits = over_network(work, settings, topology, step)
     times = parts(step, work, settings, topology)
     figures = [f"{step.secs:.2f} s", percent(step.mfu), in_bytes(step.peak_bytes), times]
-    network = [in_bytes(sent), f"{waits:.2f} s", f"{sent / (step.secs - waits) / 1e9:.2g} GB/s"] if sent else ["-"] * 3
+    rate = float(f"{sent / (step.secs - waits) / 1e9:.2g}")
+    network = [in_bytes(sent), f"{waits:.2f} s", f"{rate:g} GB/s"] if sent else ["-"] * 3
     return [name, where, layout(settings), *figures, *network]
 
 
