@@ -75,7 +75,8 @@ def cells(name: str, where: str, meshes: int) -> list[str]:
     sent, waits = over_network(work, settings, topology, step)
     times = parts(step, work, settings, topology)
     figures = [f"{step.secs:.2f} s", percent(step.mfu), in_bytes(step.peak_bytes), times]
-    network = [in_bytes(sent), f"{waits:.2f} s", f"{sent / (step.secs - waits) / 1e9:.2g} GB/s"] if sent else ["-"] * 3
+    rate = float(f"{sent / (step.secs - waits) / 1e9:.2g}")
+    network = [in_bytes(sent), f"{waits:.2f} s", f"{rate:g} GB/s"] if sent else ["-"] * 3
     return [name, where, layout(settings), *figures, *network]
 
 
@@ -196,7 +197,7 @@ def over_network(work: Any, settings: Any, topology: Any, step: Any) -> tuple[fl
         links = topology.route(settings.mesh.sizes, call.axes)
         if call.bytes and links.next == topology.chip.network_secs:  # a neighbour is on another host or slice
             sent += links.secs(call.kind, call.total_bytes) * topology.chip.dcn_bandwidth
-            axes_sent.add(" ".join(call.axes))
+            axes_sent.add(" ".join(axis for axis in call.axes if settings.mesh.sizes.get(axis, 1) > 1))
     return sent, sum(step.exposed_secs.get(axes, 0.0) for axes in axes_sent)
 
 

@@ -6,13 +6,13 @@
 
 Needs the TPU compiler, pip install -e '.[tpu]', or that for GPUs, pip install -e '.[gpu-compiler]'. One row for each
 way to send: as the config has it, without what hides it, and layouts of other meshes; on more chips than the config is
-for, dp and the batch are larger. *GiB* are arguments and temporaries of a chip. *compute*, *kernels* and *waits* are in
-milliseconds as parallax.analysis estimates them, and *share* is that of waits in the step. *dp*, *cp*, *ep* and *tp*
-are the shares of bytes over these axes, *dp* with those over dp and cp together, that go on while something is
-computed: asynchronous, with compute between start and done. The compiler gives kernels no cycles; they are priced at
-the longer of their bytes and of their FLOPs at the share of peak that --kernels says, by default that of plans. *MFU*
-is with them, *MFU-* leaves them out. *sent* are the GiB that a chip sends in a step, and *hidden* those that compute
-between start and done covers. --options are further ones of the compiler, in each row.
+for, dp and the batch are larger. *GiB* are arguments and temporaries of a chip. *compute*, *kernels*, *waits* and
+*step* are in milliseconds as parallax.analysis estimates them, and *share* is that of waits in the step. *dp*, *cp*,
+*ep* and *tp* are the shares of bytes over these axes, *dp* with those over dp and cp together, that go on while
+something is computed: asynchronous, with compute between start and done. The compiler gives kernels no cycles; they are
+priced at the longer of their bytes and of their FLOPs at the share of peak that --kernels says, by default that of
+plans. *MFU* is with them, *MFU-* leaves them out. *sent* are the GiB that a chip sends in a step, and *hidden* those
+that compute between start and done covers. --options are further ones of the compiler, in each row.
 """
 
 import argparse
@@ -158,13 +158,18 @@ ROWS: dict[str, dict[int, Row]] = {
     },
     "mixtral_8x7b_128": {0: Row({}), 1: Row({"data_parallel.exceptions": ""}), 2: Row({"layout.exchange": "gather"})},
     "deepseek_v2_lite_16": {0: Row({}), 1: Row(EIGHT | {"layout.exchange": "gather"}), 2: Row(EIGHT | SENT_AGAIN)},
+    "deepseek_v2_lite_mla": {
+        0: Row({}),
+        1: Row(LAYER | {"mesh.dp": 8, "mesh.tp": 2, "pipeline.microbatches": 16, "fsdp.reduce": "compute"}),
+    },
     "gpu_80gb": {0: Row({}), 1: Row(JOINED), 2: Row(ONE_KERNEL)},
     "gpu_80gb_x8": dict(enumerate(GPU_ROWS)),
     "gpu_24gb_x8": dict(enumerate(GPU_ROWS)),
     "tiny_gqa": {0: Row({})},
 }
 SMALLEST = {"config": "tiny_gqa", "topology": "v5e:2x4"}
-COLUMNS = ("GiB", "compute", "kernels", "waits", "share", "dp", "cp", "ep", "tp", "MFU", "MFU-", "sent", "hidden")
+SPENT = ("compute", "kernels", "waits", "step")  # milliseconds
+COLUMNS = ("GiB", *SPENT, "share", "dp", "cp", "ep", "tp", "MFU", "MFU-", "sent", "hidden")
 
 
 def main() -> None:
@@ -241,7 +246,7 @@ def figures(args: argparse.Namespace, devices: Any, row: Row) -> list[str]:
     found = step_time(read, chip(args.topology), flops, matmul=matmul, kernel_efficiency=args.kernels)
     sent = overlaps(read, chip(args.topology))
     without = found.mfu * found.total_secs / (found.total_secs - found.pallas_secs)
-    millis = (found.compute_secs, found.pallas_secs, sum(found.exposed_secs.values()))
+    millis = (found.compute_secs, found.pallas_secs, sum(found.exposed_secs.values()), found.total_secs)
     return [
         f"{(read.arguments + read.temporaries) / 2**30:.2f}",
         *(f"{1e3 * secs:.0f}" for secs in millis),

@@ -41,6 +41,7 @@ LEGEND = {
 SPENT = {PRODUCT: "products", OTHER: "other compute", KERNEL: "attention kernels", WAIT: "waits", IDLE: "bubble"}
 DARK = (PRODUCT, WAIT, AXES["dp"], AXES["tp"], OTHER_AXES)  # on which text is white
 WIDTH, LEFT, RIGHT, TURNS_APART = 800, 126, 14, 26  # a page's column is as wide: texts are shown as large as they are
+ACROSS = WIDTH - LEFT - RIGHT  # of a step
 LANE, GAP, LINE = 20, 3, 16  # heights of a lane, of what is between two, and of a line of text
 LETTER = 0.6  # width of a letter over its size, in DejaVu Sans, which is wider than Helvetica
 SMALL = 11  # size of what stands on bars and beside axes
@@ -219,15 +220,28 @@ class Block(NamedTuple):
 def picture(words: str, command: str, steps: list[Drawn]) -> str:
     """SVG of steps below each other, all at one scale, and turns of their loops, which fill the width."""
     head = text(16, 26, words, size=16, more="font-weight='bold'")
+    longest = max(step.step.secs for step in steps)
+    steps = [_without_specks(step, ACROSS / longest) for step in steps]
     legend = _legend({bar.colour for step in steps for bar in step.step.bars}, 48)
     parts, y = [head, *legend.parts], legend.bottom
-    longest = max(step.step.secs for step in steps)
     for step in steps:
         block = _step(step, longest, y + 26)
         parts, y = parts + block.parts, block.bottom
     last = _lines(command, 16, y + 26, WIDTH - 32, size=SMALL)
     spoken = "; ".join(f"{step.words}: {step.changes}: {in_milliseconds(step.step)}" for step in steps)
     return page(WIDTH, last.bottom, parts + last.parts, font=12, title=words, words=spoken)
+
+
+def _without_specks(step: Drawn, scale: float) -> Drawn:
+    """A step without the messages over axes that together fill no pixel of its picture."""
+    pixels: Counter = Counter()
+    for bar in step.step.bars:
+        pixels[bar.lane] += (bar.end - bar.start) * scale
+    specks = {lane for lane in pixels if lane.startswith(SENDS) and pixels[lane] < 1}
+    whole_step, *turns = (
+        strip._replace(bars=[bar for bar in strip.bars if bar.lane not in specks]) for strip in (step.step, *step.turns)
+    )
+    return step._replace(step=whole_step, turns=turns)
 
 
 def letters(words: str, size: int) -> float:
@@ -257,14 +271,15 @@ def _legend(used: set[str], y: float) -> Block:
 
 def _step(step: Drawn, longest: float, y: float) -> Block:
     """A step's words, the whole of it, and its turns."""
-    lanes, across = lanes_of(step.step.bars), WIDTH - LEFT - RIGHT
+    lanes = lanes_of(step.step.bars)
     words = _lines(step.changes, 16, y + LINE + 2, WIDTH - 32)
     in_all = step.step._replace(bars=step.step.bars + together(step.step))
-    whole_step = _strips([in_all], [*lanes, TOGETHER], words.bottom, across / longest, longest)
+    whole_step = _strips([in_all], [*lanes, TOGETHER], words.bottom, ACROSS / longest, longest)
     parts = [text(16, y, step.words, size=13, more="font-weight='bold'"), *words.parts, *whole_step.parts]
     if not step.turns:
         return Block(parts, whole_step.bottom)
-    scale = (across - TURNS_APART * (len(step.turns) - 1)) / sum(turn.secs for turn in step.turns)
+    scale = (ACROSS - TURNS_APART * (len(step.turns) - 1)) / sum(turn.secs for turn in step.turns)
+    lanes = lanes_of([bar for turn in step.turns for bar in turn.bars])
     turns = _strips(step.turns, lanes, whole_step.bottom + 4, scale)
     return Block(parts + turns.parts, turns.bottom)
 
@@ -309,6 +324,7 @@ def _strip(strip: Strip, lanes: list[str], x: float, top: float, scale: float, *
             if (
                 (labelled or lane == TOGETHER)
                 and lane != WAITS
+                and bar.label
                 and letters(bar.label, SMALL) < (bar.end - bar.start) * scale - 4
             ):
                 middle, fill = x + (bar.start + bar.end) / 2 * scale, PAPER if colour in DARK else INK

@@ -102,5 +102,14 @@ def test_the_picture_has_its_command_and_is_the_same_each_time(timelines, clock)
     assert root.find(f"{svg}title").text == "Two steps" and "waits" in root.find(f"{svg}desc").text
 
 
+def test_messages_that_fill_no_pixel_of_a_step_have_no_lane(timelines, clock):
+    _, step = drawn(timelines, clock, CHAIN)
+    end = step.step.secs
+    for start, lane in ((0.99999 * end, "sends over pp+dp"), (0.9 * end, "sends over tp")):
+        step.step.bars.append(timelines.Bar(lane, timelines.OTHER_AXES, start, end))
+    svg = timelines.picture("A step", "python benchmarks/timeline.py", [step])
+    assert "over dp" in svg and "over tp" in svg and "over pp+dp" not in svg
+
+
 def test_marks_of_an_axis_are_round(timelines):
     assert [timelines.tick_secs(secs) for secs in (0.865, 0.0058, 0.0166)] == pytest.approx([0.1, 0.001, 0.002])
