@@ -1,6 +1,7 @@
 """Speed of a training step, as a share of the machine's own matmul rate, and peak memory.
 
     python benchmarks/step.py [--meshes 1,1,1 1,4,2 2,2,2] [--schedule gpipe] [--remat none] [--rounds 5]
+    python benchmarks/step.py --meshes 1,1,1 1,4,2 --same-rows --floor
 
 The work is configs/bench_small.py. Each mesh (pp,dp,tp) runs in a process of its own on simulated devices. CPU
 seconds are counted, over all threads: steadier than wall time on a shared machine. Before each step the same
@@ -8,6 +9,13 @@ process measures what a float32 matmul reaches, 2 x matmul^3 FLOPs a time; the m
 round all meshes take their turn; medians over rounds are printed, of ratios to the round's own first mesh, too.
 
     share = model FLOPs per CPU second of the step / matmul FLOPs per CPU second
+
+With data ranks a microbatch has fewer rows on a device. --same-rows adds a line for each such mesh with so many fewer
+microbatches that a device multiplies as many rows at once as on a mesh without data ranks.
+
+--floor also runs the step's matrix products alone: on each device as many as in the step, of the same shapes, and no
+message. Their CPU seconds are printed, and over those on the first mesh; floor is what a step would take over one on
+the first mesh if all but its products took as long as there.
 
 Model FLOPs are 6 x parameters used in matmuls x tokens, plus causal attention; an embedding look-up, a recomputed
 layer and a bubble count nothing.
@@ -20,6 +28,8 @@ import statistics
 import subprocess
 import sys
 import time
+from collections import Counter
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from arguments import WORKS, Arguments, config_of, mesh_sizes, run_benchmark, whole_number
@@ -41,37 +51,60 @@ def main() -> None:
     parser.add_argument("--policy", default="zero3", choices=POLICY_NAMES)
     parser.add_argument("--microbatches", type=whole_number, default=8)
     parser.add_argument("--matmul", type=whole_number, default=2048, help="rows of the matmul that is measured")
+    parser.add_argument("--same-rows", action="store_true", help="also with a device's rows of one without data ranks")
+    parser.add_argument("--floor", action="store_true", help="also the products alone, and what follows from them")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
         print(json.dumps(measure(args)))
         return
-    print("mesh     share of matmul peak  CPU s/step  / first  in matmuls / first  wall s/step  compile s  peak RSS")
-    measured: list[list[dict]] = [[] for _ in args.meshes]
+    works = [*works_of(args)]
+    more = "  products s  / first  floor" if args.floor else ""
+    columns = "share of matmul peak  CPU s/step  / first  in matmuls / first  wall s/step  compile s   peak RSS"
+    print(f"mesh    microbatches  {columns}{more}")
+    measured: list[list[dict]] = [[] for _ in works]
     for number in range(args.rounds):
-        for mesh, rows in zip(args.meshes, measured, strict=True):
-            rows.append(run_child(mesh, args))
+        for work, rows in zip(works, measured, strict=True):
+            rows.append(run_child(*work, args))
             if number == args.rounds - 1:
-                print(line(mesh, rows, measured[0]), flush=True)
+                print(line(*work, rows, measured[0]), flush=True)
 
 
-def line(mesh: str, rows: list[dict], first: list[dict]) -> str:
-    """A mesh's row of the table: medians over rounds, and of each round's ratio to the first mesh."""
+def works_of(args: argparse.Namespace) -> Iterator[tuple[str, int]]:
+    """Each mesh with its microbatches."""
+    for mesh in args.meshes:
+        yield mesh, args.microbatches
+        fewer = args.microbatches // int(mesh.split(",")[1])
+        if args.same_rows and 0 < fewer < args.microbatches:
+            yield mesh, fewer
+
+
+def line(mesh: str, microbatches: int, rows: list[dict], first: list[dict]) -> str:
+    """A row of the table: medians over rounds, and of each round's ratio to the first row."""
     middle = {name: statistics.median(row[name] for row in rows) for name in rows[0]}
     pairs = list(zip(rows, first, strict=True))
     ratio = statistics.median(row["cpu_secs"] / base["cpu_secs"] for row, base in pairs)
     # In units of the same process's matmul, a machine that slowed between two meshes does not show.
     matmuls = statistics.median(base["share"] / row["share"] for row, base in pairs)
+    products = of_products(middle, pairs) if "products_secs" in middle else ""
     return (
-        f"{mesh:8}{middle['share']:21.1%}{middle['cpu_secs']:12.2f}{ratio:9.2f}{matmuls:20.2f}{middle['wall_secs']:13.2f}"
-        f"{middle['compile_secs']:11.1f}{max(row['peak_bytes'] for row in rows) / 2**30:7.2f} GiB"
+        f"{mesh:8}{microbatches:12}{middle['share']:22.1%}{middle['cpu_secs']:12.2f}{ratio:9.2f}{matmuls:20.2f}"
+        f"{middle['wall_secs']:13.2f}{middle['compile_secs']:11.1f}"
+        f"{max(row['peak_bytes'] for row in rows) / 2**30:7.2f} GiB{products}"
     )
 
 
-def run_child(mesh: str, args: argparse.Namespace) -> dict:
-    names = ("config", "steps", "schedule", "remat", "policy", "microbatches", "matmul")
-    flags = [f"--{name}={getattr(args, name)}" for name in names]
-    command = [sys.executable, __file__, "--child", mesh, *flags]
+def of_products(middle: dict, pairs: list[tuple[dict, dict]]) -> str:
+    """What --floor adds to a row."""
+    ratio = statistics.median(row["products_secs"] / base["products_secs"] for row, base in pairs)
+    more = ((row["products_secs"] - base["products_secs"]) / base["cpu_secs"] for row, base in pairs)
+    return f"{middle['products_secs']:12.2f}{ratio:9.2f}{1 + statistics.median(more):7.2f}"
+
+
+def run_child(mesh: str, microbatches: int, args: argparse.Namespace) -> dict:
+    names = ("config", "steps", "schedule", "remat", "policy", "matmul")
+    flags = [f"--{name}={getattr(args, name)}" for name in names] + ["--floor"] * args.floor
+    command = [sys.executable, __file__, "--child", mesh, f"--microbatches={microbatches}", *flags]
     done = subprocess.run(command, stdout=subprocess.PIPE, encoding="utf-8", check=False)
     if done.returncode:
         raise SystemExit(done.returncode)
@@ -84,6 +117,7 @@ class Prepared(NamedTuple):
     batch: dict
     flops: int  # of the model, a step
     compile_secs: float
+    model: Any
 
 
 def prepare(
@@ -114,7 +148,7 @@ def prepare(
     step = TrainStep(model, tx, 0).lower(rows, seq).compile()
     compile_secs = time.perf_counter() - started
     flops = flops_per_token(settings.model, model.plan.declared, seq=seq) * rows * seq
-    return Prepared(step, state, batch, flops, compile_secs)
+    return Prepared(step, state, batch, flops, compile_secs, model)
 
 
 def measure(args: argparse.Namespace) -> dict:
@@ -123,21 +157,71 @@ def measure(args: argparse.Namespace) -> dict:
     names = ("remat", "policy", "microbatches", "schedule")
     work = prepare(args.config, args.child, **{name: getattr(args, name) for name in names})
     state, _ = jax.block_until_ready(work.step(work.state, work.batch))
-    cpu, wall, rates = [], [], []
+    alone = products_alone(work.model, *work.batch["tokens"].shape) if args.floor else None
+    cpu, wall, rates, products = [], [], [], []
     for _ in range(args.steps):
         rates.append(matmul_rate(args.matmul))
+        if alone:
+            products.append(alone())
         cpu_start, wall_start = time.process_time(), time.perf_counter()
         state, _ = jax.block_until_ready(work.step(state, work.batch))
         cpu.append(time.process_time() - cpu_start)
         wall.append(time.perf_counter() - wall_start)
     shares = [work.flops / secs / rate for secs, rate in zip(cpu, rates, strict=True)]
-    return {
+    return ({"products_secs": statistics.median(products)} if products else {}) | {
         "share": statistics.median(shares),
         "cpu_secs": statistics.median(cpu),
         "wall_secs": statistics.median(wall),
         "compile_secs": work.compile_secs,
         "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     }
+
+
+def products_alone(model: Any, rows: int, seq: int) -> Callable[[], float]:
+    """What runs the matrix products of a step alone on each device of the model's mesh, and returns CPU seconds."""
+    import jax
+    from jax.sharding import PartitionSpec as P
+
+    counts = products_of(model, rows, seq)
+
+    def compute(operands: list[tuple[jax.Array, jax.Array]]) -> list[jax.Array]:
+        return [repeated(left, right, dims, times) for ((*_, dims), times), (left, right) in zip(counts, operands)]
+
+    def repeated(left: jax.Array, right: jax.Array, dims: Any, times: int) -> jax.Array:
+        def turn(_: jax.Array, carried: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            left, _ = carried
+            result = jax.lax.dot_general(left, right, dims)
+            # So that the next turn's product is another one.
+            return left.at[(0,) * left.ndim].set(result[(0,) * result.ndim]), result
+
+        like = jax.eval_shape(lambda: jax.lax.dot_general(left, right, dims))
+        return jax.lax.fori_loop(0, times, turn, (left, jax.numpy.zeros(like.shape, like.dtype)))[1]
+
+    program = jax.jit(jax.shard_map(compute, mesh=model.mesh, in_specs=P(), out_specs=P()))
+    whole = jax.sharding.NamedSharding(model.mesh, P())
+    operands = [tuple(jax.device_put(jax.numpy.ones(shape), whole) for shape in pair) for (*pair, _), _ in counts]
+    jax.block_until_ready(program(operands))
+
+    def run() -> float:
+        started = time.process_time()
+        jax.block_until_ready(program(operands))
+        return time.process_time() - started
+
+    return run
+
+
+def products_of(model: Any, rows: int, seq: int) -> list[tuple[tuple, int]]:
+    """The products of a step on a device of the first stage, ((left shape, right shape, dims), times)."""
+    from parallax.analysis.traced.trace import step_program, walk
+
+    def count(equation: Any, _: Any) -> Counter:
+        if equation.primitive.name != "dot_general":
+            return Counter()
+        shapes = (operand.aval.shape for operand in equation.invars)
+        return Counter([(*shapes, equation.params["dimension_numbers"])])
+
+    first = dict.fromkeys(model.axis_sizes, 0)
+    return [*walk(step_program(model, rows, seq), rank=first, count=count).items()]
 
 
 def random_batch(rows: int, seq: int, vocab: int) -> dict:

@@ -77,7 +77,8 @@ RUNS = {
     "schedules.py compile": r"one_f_one_b +\d+\.\d +\d+\.\d\d",
     "soak.py": r'\{"kills": 2, "bitwise on one mesh": true, .*"damaged": \{"still": 0, "moving": 0\}\}',
     "timeline.py": r"  a step, \d+\.\d ms: products \d+\.\d, other compute \d+\.\d, .*waits \d+\.\d",
-    "step.py": r"1,1,1 +\d+\.\d%.* GiB",
+    "step.py": r"1,1,1 +1 +\d+\.\d%.* GiB",
+    "step.py --floor --same-rows": r"1,1,1 +1 +\d+\.\d%.* GiB +\d+\.\d\d +1\.00 +1\.00",
     "tpu_kernels.py": r"\| this project's \| 256 \| 256 \| 9 \| \d\.\d\d \|",
     "tpu_compile.py": r"gpipe +\d+\.\d\d.*",
     "updates.py": r"\| float8, float8, bfloat16 \| \d+\.\d\d \|( \d\.\d{3} GiB \|){2} \d+\.\d\d, \d\.\d{3} GiB \|",
@@ -104,6 +105,7 @@ PROCESSES = (
     "recipes.py",
     "soak.py",
     "step.py",
+    "step.py --floor --same-rows",
 )
 # The others compile seconds of programs: those are run always that share the least.
 SECONDS = (
@@ -337,9 +339,21 @@ def test_a_mesh_is_compared_with_the_first_one_of_its_own_round(monkeypatch):
     monkeypatch.syspath_prepend(FOLDER)
     line = runpy.run_path(str(FOLDER / "step.py"))["line"]
     beside = dict(wall_secs=1.0, compile_secs=1.0, peak_bytes=2**30)
-    rounds = [(2.0, 0.5), (4.0, 0.25), (2.0, 0.5)], [(3.0, 0.4), (6.0, 0.2), (9.0, 0.4)]
-    first, rows = ([dict(cpu_secs=secs, share=share, **beside) for secs, share in of_mesh] for of_mesh in rounds)
-    assert " ".join(line("2,2,2", rows, first).split()) == "2,2,2 40.0% 6.00 1.50 1.25 1.00 1.0 1.00 GiB"
+    rounds = [(2.0, 0.5, 1.0), (4.0, 0.25, 2.0), (2.0, 0.5, 1.0)], [(3.0, 0.4, 1.5), (6.0, 0.2, 3.0), (9.0, 0.4, 1.5)]
+    names = "cpu_secs", "share", "products_secs"
+    first, rows = ([dict(zip(names, secs)) | beside for secs in of_mesh] for of_mesh in rounds)
+    printed = "2,2,2 8 40.0% 6.00 1.50 1.25 1.00 1.0 1.00 GiB"
+    assert " ".join(line("2,2,2", 8, rows, first).split()) == f"{printed} 1.50 1.50 1.25"
+    for row in rows:
+        del row["products_secs"]
+    assert " ".join(line("2,2,2", 8, rows, first).split()) == printed
+
+
+def test_a_mesh_with_data_ranks_also_has_as_many_rows_a_device_as_one_without(monkeypatch):
+    monkeypatch.syspath_prepend(FOLDER)
+    works_of = runpy.run_path(str(FOLDER / "step.py"))["works_of"]
+    args = SimpleNamespace(meshes=["1,1,8", "1,4,2"], microbatches=8, same_rows=True)
+    assert [*works_of(args)] == [("1,1,8", 8), ("1,4,2", 8), ("1,4,2", 2)]
 
 
 # ---- what is wrong

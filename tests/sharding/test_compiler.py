@@ -106,6 +106,7 @@ def test_products_in_float8_of_fixed_ranges_may_round_their_inputs_on_v7x(refusi
 
 def test_slots_are_carried_from_tick_to_tick_where_each_tick_would_clear_them():
     assert clears_what_is_overwritten(ChipMesh(np.array([Chip("gpu", "NVIDIA H100")], object)))
+    assert clears_what_is_overwritten(mesh_of(1, 1, 1))  # of simulated devices
     assert not clears_what_is_overwritten(mesh_on((1, 1, 1), (1,)))
     assert not clears_what_is_overwritten(AbstractMesh((1,), ("dp",)))  # of no devices, as a plan's
 
