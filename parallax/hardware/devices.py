@@ -29,7 +29,7 @@ TUNABLES = "GLIBC_TUNABLES"
 # cores have by default, so that more cores do not keep more; M_MMAP_MAX; M_TRIM_THRESHOLD; M_TOP_PAD, a heap's size.
 KEEPING = {-8: 16, -4: 0, -1: 2**31 - 1, -2: 2**26}
 XLA_FLAGS, EXTRA_OPTIONS = "XLA_FLAGS", "--xla_backend_extra_options"  # options for one backend, with commas between
-LEFT_OUT = ("xla_cpu_disable_loop_unrolling", "xla_cpu_disable_tiled_emitter")
+COMPILE_OPTIONS = ("xla_cpu_disable_loop_unrolling", "xla_cpu_disable_tiled_emitter")
 
 
 def gpu_files(root: Path = ROOT) -> list[str]:
@@ -135,7 +135,7 @@ def compile_in_less_time() -> None:
     given = os.environ.get(XLA_FLAGS, "").strip()
     names_a_file = given and not given.startswith("-")
     if EXTRA_OPTIONS not in given and not names_a_file:
-        os.environ[XLA_FLAGS] = f"{given} {EXTRA_OPTIONS}={','.join(LEFT_OUT)}".strip()
+        os.environ[XLA_FLAGS] = f"{given} {EXTRA_OPTIONS}={','.join(COMPILE_OPTIONS)}".strip()
 
 
 def keep_freed_memory() -> None:
