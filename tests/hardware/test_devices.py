@@ -11,9 +11,9 @@ import pytest
 
 from parallax.errors import ConfigError
 from parallax.hardware.devices import (
+    compile_in_less_time,
     gpu_files,
     keep_a_thread_free,
-    leave_loops_rolled,
     leave_out_absent_tpu,
     start_devices,
     tpu_signs,
@@ -22,6 +22,7 @@ from parallax.hardware.devices import (
 )
 
 ROOT = pathlib.Path(__file__).parents[2]
+LESS = "xla_cpu_disable_loop_unrolling,xla_cpu_disable_tiled_emitter"
 
 
 def machine(folder, *files, **pci):
@@ -124,16 +125,16 @@ def test_xla_has_a_thread_more_than_devices_and_no_fewer_than_it_was_told(monkey
 @pytest.mark.parametrize(
     ("given", "flags"),
     [
-        ("", "--xla_backend_extra_options=xla_cpu_disable_loop_unrolling"),
-        ("--xla_a=1", "--xla_a=1 --xla_backend_extra_options=xla_cpu_disable_loop_unrolling"),
+        ("", f"--xla_backend_extra_options={LESS}"),
+        ("--xla_a=1", f"--xla_a=1 --xla_backend_extra_options={LESS}"),
         ("--xla_backend_extra_options=mine", "--xla_backend_extra_options=mine"),
         ("/a/file/with/flags", "/a/file/with/flags"),
     ],
 )
-def test_loops_are_left_rolled_unless_the_user_has_options_of_the_backend(monkeypatch, given, flags):
+def test_xla_compiles_in_less_time_unless_the_user_has_options_of_the_backend(monkeypatch, given, flags):
     monkeypatch.setenv("XLA_FLAGS", given)
-    leave_loops_rolled()
-    leave_loops_rolled()
+    compile_in_less_time()
+    compile_in_less_time()
     assert os.environ["XLA_FLAGS"] == flags
 
 
