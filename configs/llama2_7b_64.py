@@ -7,10 +7,9 @@ Numbers:  Touvron et al. 2023, "Llama 2", section 2: 32 layers of d_model 4096, 
 Command:  python train.py --config=configs/llama2_7b_64.py --config.data.path=FILES --config.data.tokenizer=FILE
 Hardware: 64 TPU v5p chips (95 GB each), or 32 v7x chips (64 cores of 96 GB).
 Memory:   51.7 GiB a chip as compiled for TPU (arguments and temporaries), most of them activations that are kept for
-          the backward pass; 51.4 a core of v7x.
-Time:     estimated from the compiled program with kernels at 70 % of peak, 1.90 s a step (MFU 80.7 %); 0.93 s on 32 v7x
-          (--topology=v7x:4x4x2, MFU 65.2 %) in an earlier version, and with pipeline.remat="norm", which takes 62.2 GiB
-          there, 0.87 s (70 %) today. Not yet run.
+          the backward pass; 51.3 a core of v7x.
+Time:     estimated from the compiled program with kernels at 70 % of peak, 1.90 s a step (MFU 80.7 %); 0.86 s on 32 v7x
+          (--topology=v7x:4x4x2, MFU 70.7 %). Not yet run.
 Loss:     not yet run.
 """
 
