@@ -270,7 +270,8 @@ def check_call(key: str, code: UserCode, given: Sequence[str]) -> None:
     open_ = {each: about for each, about in parameters.items() if each not in known and about.kind not in VARIADIC}
     if missing := [each for each, about in open_.items() if about.default is about.empty]:
         example = _text(code, {**code.settings, missing[0]: ...})
-        raise ConfigError(f"{key}={quoted(code)} has no {missing[0]}, which {name} needs; write {example!r}.")
+        instead = f", or call it what Parallax gives: {', '.join(names)}" if names else ""
+        raise ConfigError(f"{key}={quoted(code)} has no {missing[0]}, which {name} needs; write {example!r}{instead}.")
 
 
 def name_in_module(code: UserCode) -> str:

@@ -124,7 +124,7 @@ def print_plan(name: str, settings: Settings, topology: Topology, values: dict[s
         changes = plan.helpful_changes(settings, topology, now, show)
     if changes:
         print("", *plan.changes_table(changes), sep="\n", flush=True)
-    print(*(f"{line}\n" for line in plan.nothing_fits_lines(changes, now, topology)), sep="", end="", flush=True)
+    print(*(f"{line}\n" for line in plan.enough_lines(changes, now, topology)), sep="", end="", flush=True)
     if values["analytic"]:
         return
     devices = compiler_devices(topology, values)

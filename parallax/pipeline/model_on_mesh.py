@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from parallax.config.sections import BLOCKS, COMPUTE, EMBEDDING, HEAD
 from parallax.config.settings import NOT_OF_A_MODEL, Settings, code_of
-from parallax.errors import ConfigError
+from parallax.errors import ConfigError, divisors
 from parallax.model import checks
 from parallax.model.batch import GROUPS, check_groups, checked
 from parallax.model.context import Context, tables_of_layers
@@ -124,7 +124,10 @@ class ModelOnMesh:
         microbatches = microbatches or self.pipeline.microbatches
         (ranks, axes), pp, tp = self._data_ranks, self.axis_sizes["pp"], self.axis_sizes["tp"]
         pieces = ranks * microbatches
-        check_multiple("data.global_batch", global_batch, pieces, f"{axes} x pipeline.microbatches={microbatches}")
+        over, fewer = f"{axes} x pipeline.microbatches={microbatches}", ""
+        if global_batch % ranks == 0:
+            fewer = f", or pipeline.microbatches in {{{', '.join(map(str, divisors(global_batch // ranks)))}}}"
+        check_multiple("data.global_batch", global_batch, pieces, over, instead=fewer)
         if self.schedule.head == "between":
             self._check_shared_rows(global_batch)
         cp = self.axis_sizes.get(CONTEXT_AXIS, 1)

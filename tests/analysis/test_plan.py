@@ -47,10 +47,10 @@ from parallax.analysis.planned.plan import (
     changes_table,
     compiled_lines,
     eight_bit_lines,
+    enough_lines,
     estimate_parts,
     fastest_line,
     helpful_changes,
-    nothing_fits_lines,
     passed_over_lines,
     plan_heading,
     priced_changes,
@@ -1089,13 +1089,17 @@ def test_a_plan_that_does_not_fit_names_the_fewest_microbatches_that_do_or_the_m
     assert room == 64 or all(now.peak_bytes + change.bytes <= usable_bytes for change in changes)
 
 
-def test_where_nothing_alone_makes_a_step_fit_a_plan_says_so():
+def test_a_plan_of_a_step_that_does_not_fit_says_which_changes_alone_make_it_fit():
     now = SimpleNamespace(peak_bytes=PAIR.chip.usable_bytes + 2**30)
     little, enough = Change({"little": 1}, -(2**20), 0.0), Change({"enough": 1}, -(2**30), 0.0)
-    (line,) = nothing_fits_lines([little], now, PAIR)
-    assert "1.0 GiB" in line and "--sweep" in line
-    assert not [*nothing_fits_lines([little, enough], now, PAIR)]
-    assert not [*nothing_fits_lines([little], SimpleNamespace(peak_bytes=2**30), PAIR)]
+    (line,) = enough_lines([little], now, PAIR)
+    assert "no change alone saves the 1.0 GiB that are too much" in line and "--sweep" in line
+    assert [*enough_lines([enough, little], now, PAIR)] == ["only the first saves the 1.0 GiB that are too much"]
+    assert [*enough_lines([enough] * 2 + [little], now, PAIR)] == [
+        "only the first 2 save the 1.0 GiB that are too much"
+    ]
+    assert [*enough_lines([enough] * 2, now, PAIR)] == ["each saves the 1.0 GiB that are too much"]
+    assert not [*enough_lines([little], SimpleNamespace(peak_bytes=2**30), PAIR)]
 
 
 def test_every_number_of_fewer_microbatches_and_sets_of_parts_are_tried():

@@ -277,7 +277,8 @@ def on(sizes, *changes, **more):
         (
             {"dp": 3},
             {"data": {"global_batch": 6}, "pipeline": {"microbatches": 4}},
-            "data.global_batch=6 does not divide over mesh.dp=3 x pipeline.microbatches=4; use a multiple of 12",
+            "data.global_batch=6 does not divide over mesh.dp=3 x pipeline.microbatches=4; use a multiple of 12, "
+            "or pipeline.microbatches in {1, 2}.",
         ),
         (
             {"pp": 4, "dp": 2},

@@ -89,6 +89,7 @@ def test_a_text_and_an_object_are_the_same_code(written, canonical):
         ("loss.name", "math:sqrt", "sqrt has no parameter 'logits_CV'"),
         ("pipeline.schedule", "support.user_parts:numbers", "numbers has no parameter 'ranks'"),
         ("data.source", "support.user_parts:eager", "has no ranks, which eager needs; write"),
+        ("optimizer.name", "math:ldexp", ", or call it what Parallax gives: learning_rate, weight_decay, mask, rows."),
         ("optimizer.name", "optax:lion(learning_rate=1.0)", "learning_rate is not a setting of lion"),
         ("model.kinds", "side = blocks:Side", 'must be "NAME=module:name"'),
         ("model.kinds", f"a={MLP} a={MLP}", "each name once"),

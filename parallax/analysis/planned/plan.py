@@ -637,14 +637,19 @@ def changes_table(changes: Sequence[Change]) -> Iterator[str]:
     yield from text_table([head, "memory", "step"], rows, left=1)
 
 
-def nothing_fits_lines(changes: Sequence[Change], now: Estimate, topology: Topology) -> Iterator[str]:
-    """What to do about a step that no change alone makes fit; nothing about others."""
+def enough_lines(changes: Sequence[Change], now: Estimate, topology: Topology) -> Iterator[str]:
+    """Which changes make a step fit that does not, or what to do if none alone does; nothing about others."""
     free_bytes = topology.chip.usable_bytes - now.peak_bytes
-    if free_bytes < 0 and not any(change.bytes <= free_bytes for change in changes):
-        yield (
-            f"no change alone saves the {in_bytes(-free_bytes)} that are too much: take several, or let --sweep "
-            "look for layouts that fit"
-        )
+    if free_bytes >= 0:
+        return
+    too_much = f"the {in_bytes(-free_bytes)} that are too much"
+    enough = sum(change.bytes <= free_bytes for change in changes)
+    if not enough:
+        yield f"no change alone saves {too_much}: take several, or let --sweep look for layouts that fit"
+    elif enough < len(changes):
+        yield f"only the first {enough} save {too_much}" if enough > 1 else f"only the first saves {too_much}"
+    else:
+        yield f"each saves {too_much}"
 
 
 def sweep_table(
