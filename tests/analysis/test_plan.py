@@ -1094,9 +1094,11 @@ def test_a_plan_of_a_step_that_does_not_fit_says_which_changes_alone_make_it_fit
     little, enough = Change({"little": 1}, -(2**20), 0.0), Change({"enough": 1}, -(2**30), 0.0)
     (line,) = enough_lines([little], now, PAIR)
     assert "no change alone saves the 1.0 GiB that are too much" in line and "--sweep" in line
-    assert [*enough_lines([enough, little], now, PAIR)] == ["only the first saves the 1.0 GiB that are too much"]
+    assert [*enough_lines([enough, little], now, PAIR)] == [
+        "the first saves the 1.0 GiB that are too much; the others alone do not"
+    ]
     assert [*enough_lines([enough] * 2 + [little], now, PAIR)] == [
-        "only the first 2 save the 1.0 GiB that are too much"
+        "each of the first 2 saves the 1.0 GiB that are too much; the others alone do not"
     ]
     assert [*enough_lines([enough] * 2, now, PAIR)] == ["each saves the 1.0 GiB that are too much"]
     assert not [*enough_lines([little], SimpleNamespace(peak_bytes=2**30), PAIR)]

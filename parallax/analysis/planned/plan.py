@@ -647,7 +647,8 @@ def enough_lines(changes: Sequence[Change], now: Estimate, topology: Topology) -
     if not enough:
         yield f"no change alone saves {too_much}: take several, or let --sweep look for layouts that fit"
     elif enough < len(changes):
-        yield f"only the first {enough} save {too_much}" if enough > 1 else f"only the first saves {too_much}"
+        first = f"each of the first {enough}" if enough > 1 else "the first"
+        yield f"{first} saves {too_much}; the others alone do not"
     else:
         yield f"each saves {too_much}"
 
