@@ -240,7 +240,7 @@ PARSED = {
     **{
         f"python benchmarks/{words}": LONG
         for words in (
-            "step.py --policy zero1 --steps 2 --rounds 3 --meshes 1,1,1 1,4,2 2,2,2 1,1,8 8,1,1",
+            "step.py --policy zero1 --steps 2 --rounds 2 --meshes 1,1,1 1,4,2 2,2,2 1,1,8 8,1,1 --same-rows --floor",
             "step.py --policy zero1 --steps 2 --rounds 2 --meshes 2,2,2 --schedule one_f_one_b",
             "bare.py",
             "guard.py",
