@@ -13,9 +13,9 @@ round all meshes take their turn; medians over rounds are printed, of ratios to 
 With data ranks a microbatch has fewer rows on a device. --same-rows adds a line for each such mesh with so many fewer
 microbatches that a device multiplies as many rows at once as on a mesh without data ranks.
 
---floor also runs the step's matrix products alone: on each device as many as in the step, of the same shapes, and no
-message. Their CPU seconds are printed, and over those on the first mesh; floor is what a step would take over one on
-the first mesh if all but its products took as long as there.
+--floor also runs the step's matrix products alone: on each device as many as in loss and gradients, of the same
+shapes, and no message. Their CPU seconds are printed, and over those on the first mesh; floor is what a step would take
+over one on the first mesh if all but its products took as long as there.
 
 Model FLOPs are 6 x parameters used in matmuls x tokens, plus causal attention; an embedding look-up, a recomputed
 layer and a bubble count nothing.

@@ -92,7 +92,7 @@ def needed(jaxpr: Jaxpr) -> list[JaxprEqn]:
 
 
 def aval_bytes(aval: Any) -> int:
-    """Bytes of an array of this type; a random key, whose dtype has no size, counts as one number."""
+    """Bytes of an array of this type; a semaphore of a kernel, whose dtype has no size, counts as one number."""
     return math.prod(aval.shape) * getattr(aval.dtype, "itemsize", 4)
 
 

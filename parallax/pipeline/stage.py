@@ -190,7 +190,7 @@ def weight_gradients(this: Pass, saved: Any, grads: list) -> list:
 
 def _new_slots(layers: Layers, name: str | None, like: Any, *leading: int) -> Array:
     """Slots for residuals of this name, in the memory that `pipeline.residuals_on` says. F writes each before B reads
-    it. Where a tick allocates slots, XLA sees that and clears nothing."""
+    it. Where a tick allocates slots, XLA for TPU sees that and clears nothing."""
     if is_moved(layers.model.pipeline.residuals_on, name):
         return host_slots(like, *leading)
     return (unset if layers.model.carries_residuals else zeros)(like, *leading)

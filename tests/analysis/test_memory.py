@@ -109,6 +109,15 @@ def test_saved_activations_are_slots_and_messages_as_wide_as_a_layers_input(mesh
     assert plan.pipeline_buffers == buffers or (s.head == "between" and plan.pipeline_buffers < buffers)
 
 
+@pytest.mark.parametrize("remat", ["stage", "layer"])
+def test_one_stage_that_carries_its_slots_saves_inputs_and_has_no_messages(remat):
+    _, model, tx = build(1, 2, 1, **{"model.layers": 4, "pipeline.remat": remat, "pipeline.microbatches": 4})
+    plan = memory(model, abstract_state(model, tx).opt_state, global_batch=16, seq=32)
+    assert model.carries_residuals and plan.saved_activations and not model.schedule.arrival
+    an_input = 16 * 32 // (4 * 2) * 4 * model.config.d_model
+    assert plan.saved_activations == an_input * (1 if remat == "stage" else 4)
+
+
 def test_the_memory_of_a_model_on_gpus_is_that_of_its_plan(monkeypatch):
     """Its ticks carry slots, but the program that is read is that of an abstract mesh, whose ticks allocate them."""
     for form in ("copies_what_branches_return", "clears_what_is_overwritten"):

@@ -228,6 +228,7 @@ def test_gradients_of_gate_and_up_that_are_written_change_no_number(case, monkey
 def test_where_the_stream_is_kept_in_rows_it_is_written_and_read_in_rows(monkeypatch):
     """The input in F and in B, and the stream after attention in F; B reads what has a name in rows anyway."""
     monkeypatch.setattr(loss_and_grads, "relays_what_is_read", lambda mesh: True)
+    monkeypatch.setattr(model_on_mesh, "clears_what_is_overwritten", lambda mesh: False)  # there no slot is carried
     before = lowered("norm swiglu").count("@LayoutConstraint")
     assert lowered("layer").count("@LayoutConstraint") == 0
     monkeypatch.setattr(loss_and_grads, "keeps_stream_in_rows", lambda mesh: True)

@@ -181,6 +181,8 @@ def tick_state(model: ShardedModel, global_batch: int, seq: int) -> list[tuple[t
 
     def arrays(params, batch, noise):
         state, described = first_state(pipeline_of(model, params, batch, noise, "train")), []
+        if not model.schedule.arrival:  # one stage sends nothing, so that no loop carries its slots of messages
+            state = state._replace(messages={})
         for path, leaf in jax.tree_util.tree_leaves_with_path(state):
             fields = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
             components = (STATE_COMPONENTS[field] for field in fields if field in STATE_COMPONENTS)
