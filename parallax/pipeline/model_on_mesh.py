@@ -125,7 +125,7 @@ class ModelOnMesh:
         (ranks, axes), pp, tp = self._data_ranks, self.axis_sizes["pp"], self.axis_sizes["tp"]
         pieces = ranks * microbatches
         over, fewer = f"{axes} x pipeline.microbatches={microbatches}", ""
-        if global_batch % ranks == 0:
+        if global_batch % pieces and not global_batch % ranks:
             fewer = f", or pipeline.microbatches in {{{', '.join(map(str, divisors(global_batch // ranks)))}}}"
         check_multiple("data.global_batch", global_batch, pieces, over, instead=fewer)
         if self.schedule.head == "between":
