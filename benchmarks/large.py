@@ -192,12 +192,14 @@ def parts(step: Any, work: Any, settings: Any, topology: Any) -> str:
 
 def over_network(work: Any, settings: Any, topology: Any, step: Any) -> tuple[float, float]:
     """Bytes that a device sends in a step over the network between slices or hosts, and seconds of waits for them."""
+    from parallax.analysis.planned.step_time import with_several_ranks
+
     sent, axes_sent = 0.0, set()
     for call in work.sent:
         links = topology.route(settings.mesh.sizes, call.axes)
         if call.bytes and links.next == topology.chip.network_secs:  # a neighbour is on another host or slice
             sent += links.secs(call.kind, call.total_bytes) * topology.chip.dcn_bandwidth
-            axes_sent.add(" ".join(axis for axis in call.axes if settings.mesh.sizes.get(axis, 1) > 1))
+            axes_sent.add(with_several_ranks(call.axes, settings.mesh.sizes))
     return sent, sum(step.exposed_secs.get(axes, 0.0) for axes in axes_sent)
 
 

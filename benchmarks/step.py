@@ -185,7 +185,8 @@ def products_alone(model: Any, rows: int, seq: int) -> Callable[[], float]:
     counts = products_of(model, rows, seq)
 
     def compute(operands: list[tuple[jax.Array, jax.Array]]) -> list[jax.Array]:
-        return [repeated(left, right, dims, times) for ((*_, dims), times), (left, right) in zip(counts, operands)]
+        pairs = zip(counts, operands, strict=True)
+        return [repeated(left, right, dims, times) for ((*_, dims), times), (left, right) in pairs]
 
     def repeated(left: jax.Array, right: jax.Array, dims: Any, times: int) -> jax.Array:
         def turn(_: jax.Array, carried: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:

@@ -555,9 +555,18 @@ def by_axes(sent: Iterable[CollectiveTime], sizes: Mapping[str, int]) -> dict[st
     """Seconds of messages by those of their axes that have several ranks."""
     secs: dict[str, float] = {}
     for message in sent:
-        axes = " ".join(axis for axis in message.axes.split() if sizes.get(axis, 1) > 1)
+        axes = with_several_ranks(message.axes.split(), sizes)
         secs[axes] = secs.get(axes, 0) + message.secs
     return secs
+
+
+def with_several_ranks(axes: Iterable[str], sizes: Mapping[str, int]) -> str:
+    """Those of the axes that have several ranks, as `Estimate.exposed_secs` names them.
+
+    >>> with_several_ranks(["dp", "cp"], {"dp": 8, "cp": 1})
+    'dp'
+    """
+    return " ".join(axis for axis in axes if sizes.get(axis, 1) > 1)
 
 
 def _pass(equation: JaxprEqn, origin: Origin, passes: Passes) -> Counter:
